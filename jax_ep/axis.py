@@ -1,0 +1,110 @@
+"""The expert axis: its ranks, its replica groups, and what a shard_map must offer."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import lax
+
+MAX_RANKS = 64  # One NVLink domain; peer pointers travel in a kernel's parameters.
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertAxis:
+    """The mesh axes that expert parallelism runs over, as seen inside a shard_map.
+
+    Attributes:
+      names: mesh axis names; a rank is `lax.axis_index(names)`.
+      num_ranks: product of their sizes.
+      mesh_axes: every axis of the mesh with its size, in mesh order.
+    """
+
+    names: tuple[str, ...]
+    num_ranks: int
+    mesh_axes: tuple[tuple[str, int], ...]
+
+    @property
+    def other_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.mesh_axes if name not in self.names)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """Flattened mesh positions `[G, R]`: a row per group, in rank order."""
+        order = [name for name, _ in self.mesh_axes]
+        sizes = [size for _, size in self.mesh_axes]
+        positions = np.arange(math.prod(sizes), dtype=np.int64).reshape(sizes)
+        axes = [order.index(name) for name in self.other_names + self.names]
+        return positions.transpose(axes).reshape(-1, self.num_ranks)
+
+    def rank_and_group(self) -> jax.Array:
+        """`[2]` int32: this device's rank, and its row in `groups`."""
+        rank = lax.axis_index(self.names) if self.names else 0
+        group = lax.axis_index(self.other_names) if self.other_names else 0
+        return jax.numpy.stack(
+            [jax.numpy.int32(rank), jax.numpy.int32(group)]  # [rank, group]
+        )
+
+
+def expert_axis(operation: str, axis_name: str | Sequence[str]) -> ExpertAxis:
+    """Checks that a fully manual shard_map over `axis_name` encloses the call.
+
+    Raises:
+      ValueError: no shard_map, an unknown or repeated axis, axes left automatic,
+        or more than 64 ranks.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    shown = axis_label(names)
+    if mesh.empty or not mesh.manual_axes:
+        raise ValueError(
+            f'jax_ep.{operation}: axis_name (="{shown}") must be an axis of an enclosing '
+            "jax.shard_map, and no shard_map encloses this call."
+        )
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f'jax_ep.{operation}: axis_name (="{shown}") must name axes of the '
+                f"enclosing mesh, which has {tuple(mesh.axis_names)}."
+            )
+    if len(set(names)) != len(names):
+        raise ValueError(
+            f'jax_ep.{operation}: axis_name (="{shown}") must not repeat an axis.'
+        )
+    automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    if automatic:
+        raise ValueError(
+            f"jax_ep.{operation}: the enclosing shard_map must be manual over every "
+            f"mesh axis, but leaves {tuple(automatic)} automatic: drop its axis_names."
+        )
+    num_ranks = math.prod(mesh.shape[name] for name in names)
+    if num_ranks > MAX_RANKS:
+        raise ValueError(
+            f'jax_ep.{operation}: axis "{shown}" has {num_ranks} ranks, and at most '
+            f"{MAX_RANKS} are supported (one NVLink domain)."
+        )
+    return ExpertAxis(
+        names, num_ranks, tuple((name, mesh.shape[name]) for name in mesh.axis_names)
+    )
+
+
+def axis_label(names: tuple[str, ...]) -> str:
+    """`expert`, or `data,expert` for a tuple of axes."""
+    return ",".join(names)
+
+
+def vary_alike(names: tuple[str, ...], tree):
+    """Casts every array to the union of all arrays' varying axes and `names`.
+
+    A replicated operand beside a varying one would otherwise get, with no message, a
+    gradient that lacks the other ranks' share. Under `check_vma=False` this is free.
+    """
+    leaves = jax.tree.leaves(tree)
+    union = set(names).union(*(jax.typeof(leaf).mat.varying for leaf in leaves))
+
+    def cast(leaf):
+        missing = tuple(sorted(union - jax.typeof(leaf).mat.varying))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)

@@ -1,0 +1,138 @@
+"""Combine: the experts' rows back to their tokens, summed."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import ffi
+from jax_ep.axis import vary_alike
+from jax_ep.dispatch import wire_is_f32
+from jax_ep.layout import Handle, call_config, row_is_kept
+from jax_ep.payload import to_wire
+
+
+def combine(
+    y: Any,
+    handle: Handle,
+    *,
+    weights: jax.Array | None = None,
+    bias: Any = None,
+    wire_dtype: Any = None,
+) -> Any:
+    """Sums each token's rows over its experts, on all ranks, back in token order.
+
+    Call it inside the shard_map that made the handle, on every rank. Rows are those of
+    `dispatch`; padding rows are never read.
+
+    `out[t] = sum_k y[slot[t, k]] + bias[t]`, in float32: on the expert rank a partial
+    starts at +0, adds the token's rows by ascending k and is rounded once to the wire
+    type; the token's rank starts at +0, adds the partials by ascending rank, adds the
+    bias last and rounds once. A masked or dropped slot adds nothing; a token without
+    any slot gets zero, or its bias. Unweighted sums have the same bits everywhere.
+
+    Args:
+      y: `[C, H]` float32, bfloat16 or float16, or a pytree of up to eight `[C, ...]`
+        such arrays.
+      handle: the handle that `dispatch` used.
+      weights: `[C]` float32; multiplies the rows as they are read. Only needed where
+        the weights cannot go into the experts' hidden activation (an output bias).
+      bias: `[T, H]` in y's dtype, or a pytree like `y`; a shared expert's output.
+      wire_dtype: None sends partial sums in y's dtype, `jnp.float32` unrounded.
+
+    Returns:
+      `[T, H]` in y's dtype, or a pytree of them. Under `jax.checkpoint` they carry the
+      name `jax_ep_out`.
+
+    Raises:
+      ValueError: a shape that does not fit the handle. TypeError: a dtype.
+
+    Derivative: `dy = dispatch(d_out)` with the same handle, times `weights`;
+    `d_weights = <y, dispatch(d_out)>` per row; `d_bias = d_out`.
+
+    On the wire: one row per (token, expert rank), not one per expert.
+    """
+    op = "combine"
+    config = call_config(op, handle)
+    leaves, _ = to_wire(op, "y", y, handle.capacity, floats_only=True)
+    if weights is not None:
+        if weights.shape != (handle.capacity,):
+            raise ValueError(
+                f"jax_ep.{op}: weights must have shape [C] = ({handle.capacity},), and "
+                f"has {weights.shape}."
+            )
+        if weights.dtype != jnp.float32:
+            raise TypeError(
+                f"jax_ep.{op}: weights must be float32, and is {weights.dtype}."
+            )
+    bias_leaves = None
+    if bias is not None:
+        if jax.tree.structure(bias) != jax.tree.structure(y):
+            raise ValueError(
+                f"jax_ep.{op}: bias must be a tree like y, {jax.tree.structure(y)}, and "
+                f"is {jax.tree.structure(bias)}."
+            )
+        bias_leaves, _ = to_wire(op, "bias", bias, handle.num_tokens)
+        for leaf, bias_leaf, row in zip(
+            leaves, bias_leaves, jax.tree.leaves(bias), strict=True
+        ):
+            if bias_leaf.shape[1] != leaf.shape[1]:
+                raise ValueError(
+                    f"jax_ep.{op}: bias must have rows of {leaf.shape[1]} elements as y "
+                    f"has, and has shape {row.shape}."
+                )
+            if row.dtype != leaf.dtype:
+                raise TypeError(
+                    f"jax_ep.{op}: bias must have y's dtype {leaf.dtype}, and is "
+                    f"{row.dtype}."
+                )
+    wire_f32 = wire_is_f32(op, "wire_dtype", wire_dtype)
+    leaves, weights, bias_leaves, handle = vary_alike(
+        handle.axis_name, (leaves, weights, bias_leaves, handle)
+    )
+    sums = _combine((config, wire_f32), leaves, weights, bias_leaves, handle)
+    tails = [leaf.shape[1:] for leaf in jax.tree.leaves(y)]
+    sums = [total.reshape(-1, *tail) for total, tail in zip(sums, tails, strict=True)]
+    out = jax.tree.unflatten(jax.tree.structure(y), sums)
+    return checkpoint_name(out, "jax_ep_out")
+
+
+# dy[c] = w[c] * d_out[token(c)],  dw[c] = <y[c], d_out[token(c)]>,  d_bias = d_out
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(static, leaves, weights, bias, handle):
+    config, wire_f32 = static
+    sums, _ = ffi.combine(
+        config, handle, leaves, weights=weights, bias=bias, wire_f32=wire_f32
+    )
+    return sums
+
+
+def _combine_fwd(static, leaves, weights, bias, handle):
+    out = _combine(static, leaves, weights, bias, handle)
+    weighted = None if weights is None else (leaves, weights)
+    return out, (handle, weighted, bias is None)
+
+
+def _combine_bwd(static, residuals, d_out):
+    config, _ = static
+    handle, weighted, no_bias = residuals
+    rows, _ = ffi.dispatch(config, handle, tuple(d_out), None)
+    d_bias = None if no_bias else tuple(d_out)
+    if weighted is None:
+        return rows, None, d_bias, None
+    leaves, weights = weighted
+    # Padding may hold NaN in y or weights, and NaN * 0 is NaN: choose, never multiply.
+    kept = row_is_kept(handle)
+    weights = jnp.where(kept, weights, jnp.float32(0))
+    d_leaves, d_weights = [], jnp.zeros_like(weights)
+    for leaf, row in zip(leaves, rows, strict=True):
+        row = row.astype(jnp.float32)
+        d_leaves.append((weights[:, None] * row).astype(leaf.dtype))
+        products = jnp.where(kept[:, None], leaf.astype(jnp.float32) * row, 0)
+        d_weights += products.sum(axis=1)
+    return tuple(d_leaves), d_weights, d_bias, None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)

@@ -1,0 +1,200 @@
+"""The three stages in plain `jax.lax` collectives: the oracle, and the portable path.
+
+Same operands and results as the custom calls, same rows, same sums in the same order;
+more bytes on the wire. Runs on every platform, and over several processes on CPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
+    """Every rank sees all ids and derives all ranks' rows; see `dispatch_layout`."""
+    num_ranks, num_local = config.axis.num_ranks, config.num_local_experts
+    num_experts, alignment = config.num_experts, config.expert_alignment
+    ids = _all_gather(topk_idx, config)  # [R, T, K]
+    num_invalid = jnp.sum(topk_idx >= num_experts, dtype=jnp.int32)[None]
+    valid = (ids >= 0) & (ids < num_experts)
+    expert = jnp.where(valid, ids, num_experts).reshape(num_ranks, -1)  # [R, T*K]
+
+    wanted, rank_in_source = jax.vmap(
+        functools.partial(_count_and_number, num_experts=num_experts)
+    )(expert)  # [R, E], [R, T*K]
+    demand = wanted.sum(axis=0).reshape(num_ranks, num_local)
+    kept = jax.vmap(
+        functools.partial(_fill, capacity=config.capacity, block=alignment)
+    )(demand)
+    # Inside an expert that loses rows, its sources share what it keeps.
+    kept_by_source = jax.vmap(functools.partial(_fill, block=1))(
+        wanted.T, kept.reshape(-1)
+    ).T  # [R, E]
+
+    sizes = _align(kept, alignment)
+    offsets = jnp.cumsum(sizes, axis=1) - sizes  # [R, L]
+    first_row = offsets.reshape(-1) + jnp.cumsum(kept_by_source, axis=0) - kept_by_source
+    pad = ((0, 0), (0, 1))  # Masked slots read this column: no row is kept.
+    row = _take(jnp.pad(first_row, pad), expert) + rank_in_source
+    is_kept = rank_in_source < _take(jnp.pad(kept_by_source, pad), expert)
+    row = jnp.where(is_kept, row, -1).reshape(ids.shape)
+    owner = jnp.where(valid, ids // num_local, -1)
+
+    me = _rank(config)
+    num_recv = demand.sum(axis=1)
+    results = [
+        row[me],
+        owner[me],
+        jnp.where(owner == me, row, -1),
+        sizes[me],
+        kept[me],
+        offsets[me],
+        num_recv,
+        num_recv - kept.sum(axis=1),
+        num_invalid,
+    ]
+    return [result.astype(jnp.int32) for result in results]
+
+
+def dispatch(slot, slot_rank, recv_slot, *operands, config, has_weights):
+    """Gathers all ranks' rows and picks this rank's; see `dispatch`."""
+    del slot, slot_rank
+    leaves = operands[2 + has_weights :]
+    flat = recv_slot.reshape(-1)
+    row = jnp.where(flat < 0, config.capacity, flat)  # Out of bounds: dropped.
+    source = jnp.full(config.capacity, -1, jnp.int32)
+    source = source.at[row].set(jnp.arange(row.size, dtype=jnp.int32), mode="drop")
+
+    def pick(values, index):
+        if not values.shape[0]:
+            return jnp.zeros((config.capacity, *values.shape[1:]), values.dtype)
+        kept = (source >= 0).reshape(-1, *[1] * (values.ndim - 1))
+        return jnp.where(kept, values[index], jnp.zeros((), values.dtype))
+
+    results = []
+    if has_weights:
+        weights = _all_gather(operands[2], config).reshape(-1)
+        results.append(pick(weights, source))
+    num_topk = recv_slot.shape[2]
+    for leaf in leaves:
+        rows = _all_gather(leaf, config).reshape(-1, leaf.shape[1])
+        results.append(pick(rows, source // num_topk))
+    return results
+
+
+def combine(
+    slot,
+    slot_rank,
+    recv_slot,
+    *operands,
+    config,
+    has_weights,
+    has_row_values,
+    has_bias,
+    wire_f32,
+):
+    """Adds rows here, exchanges one partial per token, adds those; see `combine`."""
+    weights = operands[0] if has_weights else None
+    leaves = operands[has_weights + has_row_values :]
+    num_leaves = len(leaves) // (1 + has_bias)
+    results = []
+    if has_row_values:
+        values = _all_gather(operands[has_weights], config)  # [R, C]
+        if config.capacity:
+            values = values[jnp.maximum(slot_rank, 0), jnp.maximum(slot, 0)]
+            results.append(jnp.where(slot >= 0, values, 0))
+        else:
+            results.append(jnp.zeros(slot.shape, jnp.float32))
+    for index in range(num_leaves):
+        leaf = leaves[index]
+        wire_dtype = jnp.float32 if wire_f32 else leaf.dtype
+        total = jnp.zeros((slot.shape[0], leaf.shape[1]), jnp.float32)
+        partials = _partials(leaf, weights, recv_slot).astype(wire_dtype)
+        # The barrier keeps XLA from undoing the rounding (excess precision).
+        partials = _all_to_all(lax.optimization_barrier(partials), config)
+        for rank in range(config.axis.num_ranks):
+            # A rank without rows sends +0, and adding that changes no bit: no sum
+            # that starts at +0 is ever -0.
+            total = total + partials[rank].astype(jnp.float32)
+        if has_bias:
+            total = total + leaves[num_leaves + index].astype(jnp.float32)
+        results.append(total.astype(leaf.dtype))
+    return results
+
+
+def _partials(leaf, weights, recv_slot):
+    """`[R, T, W]` float32: per source token, the sum of this rank's rows by ascending k."""
+    num_ranks, num_tokens, num_topk = recv_slot.shape
+    total = jnp.zeros((num_ranks, num_tokens, leaf.shape[1]), jnp.float32)
+    if not leaf.shape[0]:
+        return total
+    for k in range(num_topk):
+        row = recv_slot[:, :, k]
+        read = jnp.maximum(row, 0)
+        values = leaf[read].astype(jnp.float32)
+        if weights is not None:
+            values = values * weights[read][..., None]
+        total = total + jnp.where(row[..., None] >= 0, values, 0)
+    return total
+
+
+def _count_and_number(expert, *, num_experts):
+    """Slots per expert `[E]`, and each slot's number among its expert's `[T*K]`."""
+    order = jnp.argsort(expert, stable=True)
+    count = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)
+    first = jnp.cumsum(count) - count
+    number = jnp.arange(expert.size, dtype=jnp.int32) - first[expert[order]]
+    number = jnp.zeros(expert.size, jnp.int32).at[order].set(number)
+    return count[:-1], number
+
+
+def _fill(demand, capacity, *, block):
+    """Shares `capacity` rows, given out in blocks, among `demand` `[N]`: what each keeps.
+
+    The highest limit, a multiple of `block`, at which all fit; then, in order, one
+    further block each while it fits.
+    """
+
+    def total(limit):
+        return jnp.sum(_align(jnp.minimum(demand, limit * block), block))
+
+    def bisect(_, bounds):
+        low, high = bounds  # total(low) fits; total(high + 1) does not, or is all.
+        middle = low + (high - low + 1) // 2
+        fits = total(middle) <= capacity
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
+
+    most = _align(jnp.max(demand, initial=0), block) // block
+    limit, _ = lax.fori_loop(0, 32, bisect, (jnp.zeros_like(most), most))
+    spare = (capacity - total(limit)) // block
+    over = demand > limit * block
+    extra = over & (jnp.cumsum(over) <= spare)
+    return jnp.minimum(demand, (limit + extra) * block)
+
+
+def _align(count, alignment):
+    return -(-count // alignment) * alignment
+
+
+def _take(table, index):
+    """`table[s, index[s, i]]` for every source s."""
+    return jnp.take_along_axis(table, index, axis=1)
+
+
+def _rank(config):
+    return lax.axis_index(config.axis.names) if config.axis.names else 0
+
+
+def _all_gather(values, config):
+    """`[R, ...]` in rank order."""
+    if not config.axis.names:
+        return values[None]
+    return lax.all_gather(values, config.axis.names)
+
+
+def _all_to_all(values, config):
+    """`[R, ...]` by destination to `[R, ...]` by source."""
+    if not config.axis.names:
+        return values
+    return lax.all_to_all(values, config.axis.names, split_axis=0, concat_axis=0)

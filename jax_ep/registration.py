@@ -1,0 +1,50 @@
+"""Registers the compiled handlers with JAX, if the runtime can take them."""
+
+import re
+from pathlib import Path
+
+import jax
+
+from jax_ep import _ffi
+
+
+def runtime_api_version() -> tuple[int, int]:
+    """The XLA FFI version (major, minor) of the installed jaxlib, from its header."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+
+    def constant(name: str) -> int:
+        found = re.search(rf"#define {name} (\d+)", text)
+        if found is None:
+            raise ImportError(f"jax_ep: {name} is not in {header}: is jaxlib complete?")
+        return int(found[1])
+
+    return constant("XLA_FFI_API_MAJOR"), constant("XLA_FFI_API_MINOR")
+
+
+def check_runtime() -> None:
+    """Refuses a runtime older than the headers the handlers were built with.
+
+    XLA would reject such a handler when a backend starts, and with it all of JAX.
+
+    Raises:
+      ImportError: naming both versions.
+    """
+    built, found = _ffi.api_version(), runtime_api_version()
+    if built[0] != found[0] or built[1] > found[1]:
+        raise ImportError(
+            f"jax_ep was built for XLA FFI {built[0]}.{built[1]} and jaxlib "
+            f"{jax.lib.__version__} offers {found[0]}.{found[1]}: install a newer jax, "
+            "or build jax_ep against this jaxlib."
+        )
+
+
+def register() -> None:
+    """Registers state types, then targets, on every platform the module knows."""
+    check_runtime()
+    for platform, types in _ffi.types().items():
+        for name, info in types.items():
+            jax.ffi.register_ffi_type(name, info, platform=platform)
+    for platform, targets in _ffi.registrations().items():
+        for target, stages in targets.items():
+            jax.ffi.register_ffi_target(target, stages, platform=platform)
