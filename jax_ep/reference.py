@@ -26,7 +26,7 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
     demand = wanted.sum(axis=0).reshape(num_ranks, num_local)
     kept = jax.vmap(
         functools.partial(_fill, capacity=config.capacity, block=alignment)
-    )(demand)
+    )(demand)  # [R, L]
     # Inside an expert that loses rows, its sources share what it keeps.
     kept_by_source = jax.vmap(functools.partial(_fill, block=1))(
         wanted.T, kept.reshape(-1)
@@ -34,7 +34,8 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
 
     sizes = _align(kept, alignment)
     offsets = jnp.cumsum(sizes, axis=1) - sizes  # [R, L]
-    first_row = offsets.reshape(-1) + jnp.cumsum(kept_by_source, axis=0) - kept_by_source
+    kept_before = jnp.cumsum(kept_by_source, axis=0) - kept_by_source
+    first_row = offsets.reshape(1, -1) + kept_before  # [R, E]
     pad = ((0, 0), (0, 1))  # Masked slots read this column: no row is kept.
     row = _take(jnp.pad(first_row, pad), expert) + rank_in_source
     is_kept = rank_in_source < _take(jnp.pad(kept_by_source, pad), expert)
@@ -157,7 +158,8 @@ def _fill(demand, capacity, *, block):
     """
 
     def total(limit):
-        return jnp.sum(_align(jnp.minimum(demand, limit * block), block))
+        rows = _align(jnp.minimum(demand, limit * block), block)
+        return jnp.sum(rows, dtype=jnp.int32)
 
     def bisect(_, bounds):
         low, high = bounds  # total(low) fits; total(high + 1) does not, or is all.
@@ -169,8 +171,8 @@ def _fill(demand, capacity, *, block):
     limit, _ = lax.fori_loop(0, 32, bisect, (jnp.zeros_like(most), most))
     spare = (capacity - total(limit)) // block
     over = demand > limit * block
-    extra = over & (jnp.cumsum(over) <= spare)
-    return jnp.minimum(demand, (limit + extra) * block)
+    extra = over & (jnp.cumsum(over, dtype=jnp.int32) <= spare)
+    return jnp.minimum(demand, (limit + extra.astype(jnp.int32)) * block)
 
 
 def _align(count, alignment):
