@@ -23,7 +23,7 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
     wanted, rank_in_source = jax.vmap(
         functools.partial(_count_and_number, num_experts=num_experts)
     )(expert)  # [R, E], [R, T*K]
-    demand = wanted.sum(axis=0).reshape(num_ranks, num_local)
+    demand = wanted.sum(axis=0, dtype=jnp.int32).reshape(num_ranks, num_local)
     kept = jax.vmap(
         functools.partial(_fill, capacity=config.capacity, block=alignment)
     )(demand)  # [R, L]
@@ -43,7 +43,7 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
     owner = jnp.where(valid, ids // num_local, -1)
 
     me = _rank(config)
-    num_recv = demand.sum(axis=1)
+    num_recv = demand.sum(axis=1, dtype=jnp.int32)
     results = [
         row[me],
         owner[me],
@@ -52,7 +52,7 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
         kept[me],
         offsets[me],
         num_recv,
-        num_recv - kept.sum(axis=1),
+        num_recv - kept.sum(axis=1, dtype=jnp.int32),
         num_invalid,
     ]
     return [result.astype(jnp.int32) for result in results]

@@ -1,0 +1,94 @@
+"""Eight CPU devices, the GPUs where there are any, and the two implementations.
+
+Set JAX_EP_REQUIRE_GPUS=n where n GPUs must be there: a test that needs up to n of them
+then fails where it would have been skipped.
+"""
+
+import dataclasses
+import functools
+import os
+
+NUM_CPU_DEVICES = 8
+
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}={NUM_CPU_DEVICES}"
+    os.environ["XLA_FLAGS"] = flags.strip()
+# Several pytest workers share the GPUs.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@functools.cache
+def gpus() -> list[jax.Device]:
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Where a test runs: a platform, and one of the two implementations."""
+
+    platform: str
+    implementation: str
+
+    def devices(self, num: int) -> list[jax.Device]:
+        """The first `num` devices. Skips the test where there are fewer."""
+        if self.platform == "cpu":
+            return jax.devices("cpu")[:num]
+        if len(gpus()) < num:
+            shortage = f"needs {num} GPUs, and there are {len(gpus())}"
+            if num <= int(os.environ.get("JAX_EP_REQUIRE_GPUS", "0")):
+                pytest.fail(shortage)
+            pytest.skip(shortage)
+        return gpus()[:num]
+
+    def mesh(self, **sizes: int) -> Mesh:
+        """A mesh of automatic axes, e.g. `mesh(data=2, expert=4)`."""
+        num = int(np.prod(list(sizes.values())))
+        devices = np.array(self.devices(num)).reshape(tuple(sizes.values()))
+        return Mesh(devices, tuple(sizes))
+
+
+CPU_FFI = Backend("cpu", "ffi")
+CPU_XLA = Backend("cpu", "xla")
+
+
+def _backends(implementations: tuple[str, ...]):
+    return [
+        pytest.param(
+            Backend(platform, implementation),
+            id=f"{platform}-{implementation}",
+            marks=[pytest.mark.gpu] if platform == "gpu" else [],
+        )
+        for platform in ("cpu", "gpu")
+        for implementation in implementations
+    ]
+
+
+@pytest.fixture(params=_backends(("ffi", "xla")))
+def backend(request) -> Backend:
+    """Every platform with every implementation."""
+    return request.param
+
+
+@pytest.fixture(params=_backends(("ffi",)))
+def ffi_backend(request) -> Backend:
+    """Every platform with our custom calls."""
+    return request.param
+
+
+@pytest.fixture
+def x64():
+    """64-bit types for one test."""
+    with jax.enable_x64(True):
+        yield
