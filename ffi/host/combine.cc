@@ -1,0 +1,195 @@
+#include "ffi/host/combine.h"
+
+#include <algorithm>
+
+#include "ffi/host/float.h"
+
+// The sums below are compiled for AVX2 as well and the version is chosen at run time.
+// Not with target_clones: its resolvers run before the sanitizers are ready.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define JAX_EP_AVX2 __attribute__((target("avx2")))
+#endif
+#define JAX_EP_INLINE inline __attribute__((always_inline))
+
+namespace jax_ep::host {
+namespace {
+
+// Bytes read by one chunk of the parallel loop; see dispatch.cc.
+constexpr int64_t kChunkBytes = 1 << 18;
+
+// Elements that are summed at a time, in registers.
+constexpr int64_t kTile = 32;
+
+// One row of one token to be summed, in the order of the sum.
+struct Term {
+  const char* row;
+  float weight;
+  bool last_of_owner;
+};
+
+struct Sum {
+  const Term* terms;
+  int64_t num_terms;
+  const char* bias;  // or null
+  char* out;
+  int64_t width;
+  bool weighted;
+  bool wire_f32;
+};
+
+// Elements [begin, begin + n) of a sum. Inlined with constant n: the tile then lives in
+// registers.
+template <typename T>
+JAX_EP_INLINE void SumTile(const Sum& sum, int64_t begin, int64_t n) {
+  float total[kTile];
+  float partial[kTile];
+  for (int64_t j = 0; j < n; ++j) total[j] = partial[j] = 0.0f;
+  for (int64_t i = 0; i < sum.num_terms; ++i) {
+    const Term& term = sum.terms[i];
+    const T* row = reinterpret_cast<const T*>(term.row) + begin;
+    if (sum.weighted) {
+      const float weight = term.weight;
+      for (int64_t j = 0; j < n; ++j) partial[j] += weight * ToFloat(row[j]);
+    } else {
+      for (int64_t j = 0; j < n; ++j) partial[j] += ToFloat(row[j]);
+    }
+    if (!term.last_of_owner) continue;
+    if (sum.wire_f32) {
+      for (int64_t j = 0; j < n; ++j) total[j] += partial[j];
+    } else {
+      for (int64_t j = 0; j < n; ++j) total[j] += ToFloat(FromFloat<T>(partial[j]));
+    }
+    for (int64_t j = 0; j < n; ++j) partial[j] = 0.0f;
+  }
+  if (sum.bias != nullptr) {
+    const T* bias = reinterpret_cast<const T*>(sum.bias) + begin;
+    for (int64_t j = 0; j < n; ++j) total[j] += ToFloat(bias[j]);
+  }
+  T* out = reinterpret_cast<T*>(sum.out) + begin;
+  for (int64_t j = 0; j < n; ++j) out[j] = FromFloat<T>(total[j]);
+}
+
+template <typename T>
+JAX_EP_INLINE void SumRow(const Sum& sum) {
+  int64_t begin = 0;
+  for (; begin + kTile <= sum.width; begin += kTile) SumTile<T>(sum, begin, kTile);
+  if (begin < sum.width) SumTile<T>(sum, begin, sum.width - begin);
+}
+
+using SumFn = void (*)(const Sum&);
+
+void SumF32(const Sum& sum) { SumRow<float>(sum); }
+void SumBf16(const Sum& sum) { SumRow<Bf16>(sum); }
+void SumF16(const Sum& sum) { SumRow<F16>(sum); }
+
+#ifdef JAX_EP_AVX2
+JAX_EP_AVX2 void SumF32Avx2(const Sum& sum) { SumRow<float>(sum); }
+JAX_EP_AVX2 void SumBf16Avx2(const Sum& sum) { SumRow<Bf16>(sum); }
+JAX_EP_AVX2 void SumF16Avx2(const Sum& sum) { SumRow<F16>(sum); }
+#endif
+
+SumFn SumFor(Dtype dtype) {
+#ifdef JAX_EP_AVX2
+  if (__builtin_cpu_supports("avx2")) {
+    switch (dtype) {
+      case Dtype::kF32:
+        return SumF32Avx2;
+      case Dtype::kBf16:
+        return SumBf16Avx2;
+      case Dtype::kF16:
+        return SumF16Avx2;
+    }
+  }
+#endif
+  switch (dtype) {
+    case Dtype::kF32:
+      return SumF32;
+    case Dtype::kBf16:
+      return SumBf16;
+    case Dtype::kF16:
+      return SumF16;
+  }
+  return nullptr;
+}
+
+int64_t ElementBytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+
+}  // namespace
+
+Status Combine(const RoutingShape& shape, const std::vector<CombineLeaf>& leaves,
+               bool wire_f32, const std::vector<CombineBuffers>& ranks,
+               const Parallel& parallel) {
+  const int64_t topk = shape.topk;
+  int64_t token_bytes = sizeof(float);
+  for (const CombineLeaf& leaf : leaves) {
+    token_bytes += leaf.width * ElementBytes(leaf.dtype);
+  }
+  token_bytes *= std::max<int64_t>(1, topk);
+  const int64_t tokens_per_chunk = std::max<int64_t>(1, kChunkBytes / token_bytes);
+  const int64_t token_chunks = NumChunks(shape.tokens, tokens_per_chunk);
+  const Parallel serial;
+  const Parallel& loop =
+      token_bytes * shape.tokens * shape.num_ranks <= kChunkBytes ? serial : parallel;
+
+  auto sum_token = [&](int source, int64_t token) -> Status {
+    const CombineBuffers& to = ranks[source];
+    // The token's slots by ascending owner, in each by ascending k.
+    int64_t order[kMaxTopk];
+    int64_t num_terms = 0;
+    for (int64_t k = 0; k < topk; ++k) {
+      const int64_t i = token * topk + k;
+      if (Status status = CheckSlot(shape, ranks, source, i); !status.ok()) {
+        return status;
+      }
+      const int32_t row = to.routing.slot[i];
+      const int32_t owner = to.routing.slot_rank[i];
+      if (to.values != nullptr)
+        to.values[i] = row < 0 ? 0.0f : ranks[owner].row_values[row];
+      if (row < 0) continue;
+      int64_t place = num_terms++;
+      for (; place > 0 && to.routing.slot_rank[order[place - 1]] > owner; --place) {
+        order[place] = order[place - 1];
+      }
+      order[place] = i;
+    }
+    for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
+      const int64_t row_bytes = leaves[leaf].width * ElementBytes(leaves[leaf].dtype);
+      Term terms[kMaxTopk];
+      for (int64_t i = 0; i < num_terms; ++i) {
+        const int64_t row = to.routing.slot[order[i]];
+        const int32_t owner = to.routing.slot_rank[order[i]];
+        const CombineBuffers& from = ranks[owner];
+        terms[i].row = from.y[leaf] + row * row_bytes;
+        terms[i].weight = from.weights != nullptr ? from.weights[row] : 1.0f;
+        terms[i].last_of_owner =
+            i + 1 == num_terms || to.routing.slot_rank[order[i + 1]] != owner;
+      }
+      Sum sum;
+      sum.terms = terms;
+      sum.num_terms = num_terms;
+      sum.bias = to.bias.empty() ? nullptr : to.bias[leaf] + token * row_bytes;
+      sum.out = to.out[leaf] + token * row_bytes;
+      sum.width = leaves[leaf].width;
+      sum.weighted = to.weights != nullptr;
+      sum.wire_f32 = wire_f32;
+      SumFor(leaves[leaf].dtype)(sum);
+    }
+    return Status();
+  };
+
+  ErrorSink errors;
+  loop.For(shape.num_ranks * token_chunks, [&](int64_t chunk) {
+    const int source = static_cast<int>(chunk / token_chunks);
+    const int64_t begin = chunk % token_chunks * tokens_per_chunk;
+    const int64_t end = std::min(begin + tokens_per_chunk, shape.tokens);
+    for (int64_t token = begin; token < end; ++token) {
+      if (Status status = sum_token(source, token); !status.ok()) {
+        errors.Report(chunk, std::move(status));
+        return;
+      }
+    }
+  });
+  return errors.status();
+}
+
+}  // namespace jax_ep::host

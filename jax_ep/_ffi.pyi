@@ -1,0 +1,9 @@
+from typing import Any
+
+abi_version: int
+has_cuda: bool
+poisons_outputs: bool
+
+def api_version() -> tuple[int, int]: ...
+def registrations() -> dict[str, dict[str, dict[str, Any]]]: ...
+def types() -> dict[str, dict[str, dict[str, Any]]]: ...
