@@ -1,0 +1,268 @@
+#include "ffi/cuda/communicator.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "ffi/cuda/watcher.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+// Behind the workspace proper, a page by which every rank checks what it sees of the
+// others. It is written before the window is registered, whose closing barrier makes
+// it visible to all, and never again.
+struct Hello {
+  uint64_t magic;
+  int32_t kernel_abi;
+  int32_t num_ranks;
+  int32_t rank;
+  int32_t num_sms;
+  uint64_t workspace_bytes;
+};
+constexpr uint64_t kMagic = 0x6a61785f65702e31;  // "jax_ep.1"
+constexpr size_t kHelloBytes = 4096;             // keeps the window a multiple of pages
+
+// A stream of our own for the few copies of the first use. It must not synchronise
+// with the legacy stream: kernels of other devices may wait for us meanwhile.
+class Stream {
+ public:
+  explicit Stream(const Driver& driver) : driver_(driver) {
+    result = driver.cuStreamCreate(&stream, kStreamNonBlocking);
+  }
+  ~Stream() {
+    if (result == 0) driver_.cuStreamDestroy(stream);
+  }
+  CUstream stream = nullptr;
+  CUresult result;
+
+ private:
+  const Driver& driver_;
+};
+
+// One (communicator, device). XLA keeps communicators until exit, save those of tasks
+// that died; should a new one come to live at an old one's address, its window is not
+// mapped (NCCL unmaps a communicator's windows with it), and a new workspace is made.
+// Its predecessor is kept: captured graphs and late peers may hold its addresses.
+struct Slot {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Workspace>> generations;
+  std::string failure;  // after ranks met: trying again would meet nobody
+};
+
+struct Slots {
+  std::mutex mutex;
+  std::map<std::pair<ncclComm_t, CUdevice>, Slot> slots;
+
+  Slot& Find(ncclComm_t comm, CUdevice device) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return slots[{comm, device}];
+  }
+};
+
+bool IsMapped(const Driver& driver, const Workspace& workspace) {
+  CUdeviceptr base = 0;
+  size_t bytes = 0;
+  return driver.cuMemGetAddressRange(&base, &bytes, workspace.peers[workspace.rank]) ==
+         0;
+}
+
+std::string ReadDevice(const Driver& driver, Workspace* workspace) {
+  const std::pair<int*, int> wanted[] = {
+      {&workspace->num_sms, kAttributeNumSms},
+      {&workspace->max_shared_bytes, kAttributeMaxSharedBytes},
+      {&workspace->compute_major, kAttributeComputeMajor},
+      {&workspace->compute_minor, kAttributeComputeMinor},
+  };
+  for (const auto& [value, attribute] : wanted) {
+    const CUresult result =
+        driver.cuDeviceGetAttribute(value, attribute, workspace->device);
+    if (result != 0) return driver.Describe("cuDeviceGetAttribute", result);
+  }
+  return "";
+}
+
+// Zeroes the workspace and writes the hello page behind it.
+CUresult Prepare(const Driver& driver, CUdeviceptr base, const Hello& hello,
+                 CUstream stream) {
+  const size_t bytes = hello.workspace_bytes;
+  CUresult result = driver.cuMemsetD8Async(base, 0, bytes + kHelloBytes, stream);
+  if (result == 0) {
+    result = driver.cuMemcpyHtoDAsync(base + bytes, &hello, sizeof(hello), stream);
+  }
+  return result == 0 ? driver.cuStreamSynchronize(stream) : result;
+}
+
+// Reads every peer's hello page through the addresses that the kernels will use.
+std::string CheckPeers(const Driver& driver, Hello expected, CUstream stream,
+                       Workspace* workspace) {
+  for (int r = 0; r < workspace->num_ranks; ++r) {
+    Hello seen{};
+    CUresult result = driver.cuMemcpyDtoHAsync(
+        &seen, workspace->peers[r] + expected.workspace_bytes, sizeof(seen), stream);
+    if (result == 0) result = driver.cuStreamSynchronize(stream);
+    if (result != 0) {
+      return driver.Describe("reading a peer's workspace", result) + ", rank " +
+             std::to_string(r);
+    }
+    expected.rank = r;
+    expected.num_sms = seen.num_sms;
+    if (std::memcmp(&seen, &expected, sizeof(seen)) != 0) {
+      return "expected the workspace of rank " + std::to_string(r) + " (kernel ABI " +
+             std::to_string(expected.kernel_abi) + ", " +
+             std::to_string(expected.num_ranks) + " ranks), got rank " +
+             std::to_string(seen.rank) + " (kernel ABI " +
+             std::to_string(seen.kernel_abi) + ", " + std::to_string(seen.num_ranks) +
+             " ranks). Do all processes run the same jax_ep?";
+    }
+    workspace->num_sms = std::min(workspace->num_sms, seen.num_sms);
+  }
+  return "";
+}
+
+std::string MakeErrorRecord(const Driver& driver, const std::string& axis,
+                            Workspace* workspace) {
+  void* record = nullptr;
+  CUresult result = driver.cuMemHostAlloc(&record, sizeof(ErrorRecord),
+                                          kHostAllocPortable | kHostAllocDeviceMap);
+  if (result != 0) return driver.Describe("cuMemHostAlloc", result);
+  std::memset(record, 0, sizeof(ErrorRecord));
+  result = driver.cuMemHostGetDevicePointer(&workspace->error_record, record, 0);
+  if (result != 0) return driver.Describe("cuMemHostGetDevicePointer", result);
+  WatchRecord(static_cast<const ErrorRecord*>(record), axis, workspace->rank,
+              workspace->num_ranks, workspace->device);
+  return "";
+}
+
+// Checks that the group is what the program says and lies in one NVLink domain.
+std::string CheckGroup(const Nccl& nccl, ncclComm_t comm, int num_ranks, int* rank) {
+  int count = 0;
+  ncclResult result = nccl.ncclCommCount(comm, &count);
+  if (result == 0) result = nccl.ncclCommUserRank(comm, rank);
+  if (result != 0) return nccl.Describe("ncclCommUserRank", result, comm);
+  if (count != num_ranks || *rank < 0 || *rank >= count) {
+    return "expected a communicator of " + std::to_string(num_ranks) +
+           " ranks, got rank " + std::to_string(*rank) + " of " + std::to_string(count);
+  }
+  const NcclTeam team = nccl.ncclTeamLsa(comm);
+  if (team.num_ranks != num_ranks || team.rank != *rank) {
+    return "expected all " + std::to_string(num_ranks) +
+           " ranks in one NVLink domain, got " + std::to_string(team.num_ranks) +
+           " that reach each other by load and store. implementation='xla' runs on "
+           "any network";
+  }
+  return "";
+}
+
+// `met` is set once other ranks may wait for this one, or may have seen it fail.
+std::string Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
+                 Workspace* workspace, bool* met) {
+  const int num_ranks = workspace->num_ranks;
+  if (std::string error = ReadDevice(driver, workspace); !error.empty()) return error;
+  const Nccl* nccl = nullptr;
+  if (comm != nullptr) {
+    nccl = &Nccl::Get();
+    if (!nccl->error.empty()) return nccl->error;
+    if (std::string error = CheckGroup(*nccl, comm, num_ranks, &workspace->rank);
+        !error.empty()) {
+      return error;
+    }
+  }
+  const Hello hello{kMagic,
+                    kKernelAbi,
+                    num_ranks,
+                    workspace->rank,
+                    workspace->num_sms,
+                    static_cast<uint64_t>(WorkspaceBytes(num_ranks))};
+  const size_t bytes = hello.workspace_bytes + kHelloBytes;
+  Stream stream(driver);
+  if (stream.result != 0) return driver.Describe("cuStreamCreate", stream.result);
+  if (comm == nullptr) {  // one rank: any memory will do
+    CUresult result = driver.cuMemAlloc(&workspace->peers[0], bytes);
+    if (result == 0)
+      result = Prepare(driver, workspace->peers[0], hello, stream.stream);
+    if (result != 0) {
+      return driver.Describe("cuMemAlloc", result) + " of " + std::to_string(bytes) +
+             " bytes";
+    }
+    return MakeErrorRecord(driver, axis, workspace);
+  }
+  *met = true;
+  void* memory = nullptr;
+  ncclResult result = nccl->ncclMemAlloc(&memory, bytes);
+  if (result != 0) {
+    return nccl->Describe("ncclMemAlloc", result, comm) + " of " +
+           std::to_string(bytes) +
+           " bytes; XLA_PYTHON_CLIENT_MEM_FRACTION leaves less to XLA";
+  }
+  CUresult prepared =
+      Prepare(driver, reinterpret_cast<CUdeviceptr>(memory), hello, stream.stream);
+  if (prepared != 0) return driver.Describe("clearing the workspace", prepared);
+  ncclWindow_t window = nullptr;
+  result =
+      nccl->ncclCommWindowRegister(comm, memory, bytes, &window, kWindowCollSymmetric);
+  result = AwaitCommunicator(*nccl, comm, result);
+  if (result != 0) return nccl->Describe("ncclCommWindowRegister", result, comm);
+  if (window == nullptr) {
+    return "NCCL has no symmetric memory between these devices (NCCL_CUMEM_ENABLE=0, "
+           "NCCL_WIN_ENABLE=0, or no peer access)";
+  }
+  std::string error =
+      PeerAddresses(*nccl, driver, comm, window, num_ranks, workspace->rank,
+                    stream.stream, workspace->peers.data());
+  if (error.empty()) error = CheckPeers(driver, hello, stream.stream, workspace);
+  if (error.empty()) error = MakeErrorRecord(driver, axis, workspace);
+  return error;
+}
+
+}  // namespace
+
+std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
+                            const std::string& axis, const Workspace** workspace) {
+  static Slots& slots = *new Slots;  // lives until exit
+  const Driver& driver = Driver::Get();
+  if (!driver.error.empty()) return driver.error;
+  CUcontext context = nullptr;
+  CUdevice device = 0;
+  CUresult result = driver.cuStreamGetCtx(stream, &context);
+  if (result != 0) return driver.Describe("cuStreamGetCtx", result);
+  ScopedContext current(driver, context);
+  result = driver.cuCtxGetDevice(&device);
+  if (result != 0) return driver.Describe("cuCtxGetDevice", result);
+
+  Slot& slot = slots.Find(comm, device);
+  // Only this slot is locked while ranks meet inside NCCL: other communicators, and
+  // the same one on other devices of this process, must get on meanwhile.
+  std::lock_guard<std::mutex> lock(slot.mutex);
+  if (!slot.generations.empty() && IsMapped(driver, *slot.generations.back())) {
+    *workspace = slot.generations.back().get();
+    return "";
+  }
+  if (!slot.failure.empty()) return slot.failure;
+  auto made = std::make_unique<Workspace>();
+  made->context = context;
+  made->device = device;
+  made->num_ranks = num_ranks;
+  bool met = false;
+  std::string error = Make(driver, comm, axis, made.get(), &met);
+  if (!error.empty()) {
+    error = "jax_ep: no workspace for axis \"" + axis + "\", rank " +
+            std::to_string(made->rank) + " of " + std::to_string(num_ranks) +
+            ", device " + std::to_string(device) + ": " + error + ".";
+    if (met) {
+      slot.failure = error;
+      PrintLine(error);
+    }
+    return error;
+  }
+  slot.generations.push_back(std::move(made));
+  *workspace = slot.generations.back().get();
+  return "";
+}
+
+}  // namespace jax_ep::cuda

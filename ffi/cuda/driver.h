@@ -1,0 +1,113 @@
+// The part of the CUDA driver API that the host side calls, with declarations of our
+// own: nothing of CUDA is needed to build, and libcuda.so.1 is opened at first use.
+#ifndef JAX_EP_FFI_CUDA_DRIVER_H_
+#define JAX_EP_FFI_CUDA_DRIVER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+// Opaque handles, named as in cuda.h so that its manual can be read beside this.
+struct CUctx_st;
+struct CUfunc_st;
+struct CUkern_st;
+struct CUlib_st;
+struct CUstream_st;
+
+namespace jax_ep::cuda {
+
+using CUresult = int;  // 0 is success
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUcontext = CUctx_st*;
+using CUfunction = CUfunc_st*;
+using CUkernel = CUkern_st*;
+using CUlibrary = CUlib_st*;
+using CUstream = CUstream_st*;
+
+// Values of cuda.h's enumerations; they are part of the driver's stable ABI.
+inline constexpr unsigned kStreamNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kHostAllocPortable = 1;    // CU_MEMHOSTALLOC_PORTABLE
+inline constexpr unsigned kHostAllocDeviceMap = 2;   // CU_MEMHOSTALLOC_DEVICEMAP
+inline constexpr int kAttributeNumSms = 16;          // MULTIPROCESSOR_COUNT
+inline constexpr int kAttributeComputeMajor = 75;    // COMPUTE_CAPABILITY_MAJOR
+inline constexpr int kAttributeComputeMinor = 76;    // COMPUTE_CAPABILITY_MINOR
+inline constexpr int kAttributeMaxSharedBytes = 97;  // ..._PER_BLOCK_OPTIN
+inline constexpr int kFunctionMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_...
+inline constexpr unsigned kLaunchCooperative = 2;    // CU_LAUNCH_ATTRIBUTE_...
+
+// CUlaunchAttribute: an id and a union padded to 64 bytes.
+struct LaunchAttribute {
+  unsigned id;
+  char pad[4];
+  union {
+    int cooperative;
+    char bytes[64];
+  } value;
+};
+static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
+
+// CUlaunchConfig.
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  CUstream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");
+
+struct Driver {
+  CUresult (*cuGetErrorName)(CUresult, const char**) = nullptr;
+  CUresult (*cuGetErrorString)(CUresult, const char**) = nullptr;
+  CUresult (*cuDeviceGetAttribute)(int*, int, CUdevice) = nullptr;
+  CUresult (*cuCtxGetCurrent)(CUcontext*) = nullptr;
+  CUresult (*cuCtxPushCurrent)(CUcontext) = nullptr;
+  CUresult (*cuCtxPopCurrent)(CUcontext*) = nullptr;
+  CUresult (*cuCtxGetDevice)(CUdevice*) = nullptr;
+  CUresult (*cuStreamGetCtx)(CUstream, CUcontext*) = nullptr;
+  CUresult (*cuStreamCreate)(CUstream*, unsigned) = nullptr;
+  CUresult (*cuStreamSynchronize)(CUstream) = nullptr;
+  CUresult (*cuStreamDestroy)(CUstream) = nullptr;
+  CUresult (*cuMemAlloc)(CUdeviceptr*, size_t) = nullptr;
+  CUresult (*cuMemGetAddressRange)(CUdeviceptr*, size_t*, CUdeviceptr) = nullptr;
+  CUresult (*cuMemHostAlloc)(void**, size_t, unsigned) = nullptr;
+  CUresult (*cuMemHostGetDevicePointer)(CUdeviceptr*, void*, unsigned) = nullptr;
+  CUresult (*cuMemsetD8Async)(CUdeviceptr, unsigned char, size_t, CUstream) = nullptr;
+  CUresult (*cuMemcpyHtoDAsync)(CUdeviceptr, const void*, size_t, CUstream) = nullptr;
+  CUresult (*cuMemcpyDtoHAsync)(void*, CUdeviceptr, size_t, CUstream) = nullptr;
+  CUresult (*cuLibraryLoadData)(CUlibrary*, const void*, void*, void**, unsigned, void*,
+                                void**, unsigned) = nullptr;
+  CUresult (*cuLibraryGetKernel)(CUkernel*, CUlibrary, const char*) = nullptr;
+  CUresult (*cuKernelGetFunction)(CUfunction*, CUkernel) = nullptr;
+  CUresult (*cuFuncSetAttribute)(CUfunction, int, int) = nullptr;
+  CUresult (*cuLaunchKernelEx)(const LaunchConfig*, CUfunction, void**,
+                               void**) = nullptr;
+  // Loads a function before its first launch (driver 12.4 and later), else null.
+  CUresult (*cuFuncLoad)(CUfunction) = nullptr;
+
+  std::string error;  // why the driver cannot be used; empty if it can
+
+  static const Driver& Get();
+
+  // "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
+  std::string Describe(const std::string& call, CUresult result) const;
+};
+
+// Makes the context of `stream` (or `context`) current for a scope, where it is not.
+class ScopedContext {
+ public:
+  ScopedContext(const Driver& driver, CUcontext context);
+  ~ScopedContext();
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_FFI_CUDA_DRIVER_H_
