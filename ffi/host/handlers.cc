@@ -686,22 +686,17 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   return handler(frame);
 }
 
-template <typename Stage>
-void AddHandlers(const char* target, std::vector<HandlerRegistration>& handlers) {
-  handlers.push_back({"cpu", target, "instantiate", InstantiateHandler<Stage>});
-  handlers.push_back({"cpu", target, "execute", ExecuteHandler<Stage>});
-}
-
 }  // namespace
 
-Registrations GetRegistrations() {
-  Registrations registrations;
-  AddHandlers<LayoutStage>("jax_ep_layout", registrations.handlers);
-  AddHandlers<DispatchStage>("jax_ep_dispatch", registrations.handlers);
-  AddHandlers<CombineStage>("jax_ep_combine", registrations.handlers);
-  registrations.types.push_back(
-      {"cpu", "jax_ep_host_state", &HostState::id, &kHostStateInfo});
-  return registrations;
+std::vector<Registration> Registrations() {
+  return {
+      {"jax_ep_layout", "instantiate", InstantiateHandler<LayoutStage>},
+      {"jax_ep_layout", "execute", ExecuteHandler<LayoutStage>},
+      {"jax_ep_dispatch", "instantiate", InstantiateHandler<DispatchStage>},
+      {"jax_ep_dispatch", "execute", ExecuteHandler<DispatchStage>},
+      {"jax_ep_combine", "instantiate", InstantiateHandler<CombineStage>},
+      {"jax_ep_combine", "execute", ExecuteHandler<CombineStage>},
+  };
 }
 
 }  // namespace jax_ep::host
