@@ -79,8 +79,11 @@ def dispatch(slot, slot_rank, recv_slot, *operands, config, has_weights):
         results.append(pick(weights, source))
     num_topk = recv_slot.shape[2]
     for leaf in leaves:
-        rows = _all_gather(leaf, config).reshape(-1, leaf.shape[1])
-        results.append(pick(rows, source // num_topk))
+        # As bits, or XLA would take NaNs of bfloat16 through float32 and change them.
+        bits = lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
+        rows = _all_gather(bits, config).reshape(-1, leaf.shape[1])
+        rows = pick(rows, source // num_topk)
+        results.append(lax.bitcast_convert_type(rows, leaf.dtype))
     return results
 
 
