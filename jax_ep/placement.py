@@ -248,7 +248,7 @@ def place_params(
         params, mine = vary_alike(axis.names, (params, mine))
         return jax.tree.map(lambda leaf: leaf[mine], params)
     handle = dispatch_layout(
-        _rows_of(rank, placement.log_to_phys, local),
+        _rows_of(rank, placement.log_to_phys, leaves[0].shape[0]),
         num_experts=num_slots,
         axis_name=axis.names,
         capacity=slots_here,
