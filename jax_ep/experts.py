@@ -1,0 +1,172 @@
+"""Experts: a gated MLP per local expert over the rows that dispatch has grouped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.axis import vary_alike
+from jax_ep.config import Activation
+from jax_ep.layout import Handle, row_is_kept
+from jax_ep.params import MoEParams
+
+# GPT-OSS: slope of the gate's sigmoid, and the bound on gate and up.
+_CLIPPED_ALPHA = 1.702
+_CLIPPED_LIMIT = 7.0
+
+
+def experts(
+    recv_x: jax.Array,
+    handle: Handle,
+    params: MoEParams,
+    *,
+    activation: Activation = "silu",
+    recv_weights: jax.Array | None = None,
+) -> jax.Array:
+    """Applies each local expert's gated MLP to its rows.
+
+    `y = (act(x @ gate + b_gate, x @ up + b_up) * recv_weights) @ down + b_down`, with
+    `jax.lax.ragged_dot` over the handle's groups. Call it on the rows of `dispatch`,
+    inside its shard_map.
+
+    Padding rows and the rows past the last group may hold anything, NaN too: they give
+    zero, and reach no gradient.
+
+    Args:
+      recv_x: `[C, H]` float32, bfloat16 or float16.
+      handle: the handle that `dispatch` used.
+      params: the projections of this rank's L experts, cast to recv_x's dtype, and
+        biases; see `MoEParams`.
+      activation: see `MoEConfig`. Evaluated in float32.
+      recv_weights: `[C]` float32 from `dispatch`; multiplies the hidden activation.
+        That is the weight on the output since `down` is linear, and it is free. With
+        an output bias it is not: give the weights to `combine` instead.
+
+    Returns:
+      `[C, H]` in recv_x's dtype, 0 in rows without a token.
+
+    Raises:
+      ValueError: a shape that does not fit, or `recv_weights` with an output bias.
+
+    Derivative: of recv_x, recv_weights and every parameter. That of an expert without
+    rows is exactly zero, whatever the grouped product says about empty groups.
+    """
+    if recv_weights is not None and params.down_bias is not None:
+        raise ValueError(
+            "jax_ep.experts: recv_weights would miss the output bias down_bias: give "
+            "them to jax_ep.combine(weights=...)."
+        )
+    num_local = handle.group_sizes.shape[0]
+    if params.down_proj.shape[0] != num_local:
+        raise ValueError(
+            f"jax_ep.experts: down_proj must hold this rank's {num_local} experts, and "
+            f"has shape {params.down_proj.shape}."
+        )
+    recv_x, recv_weights, params, handle = vary_alike(
+        handle.axis_name, (recv_x, recv_weights, params, handle)
+    )
+    dtype = recv_x.dtype
+    kept = row_is_kept(handle)[:, None]
+    dot = functools.partial(_grouped_dot, handle=handle, kept=kept)
+    # Each `where` cleans its rows here, and their cotangents in the backward.
+    x = jnp.where(kept, recv_x, jnp.zeros((), dtype))
+    if params.gate_up_proj is None:
+        gate = dot(x, params.gate_proj, params.gate_bias)
+        up = dot(x, params.up_proj, params.up_bias)
+    else:
+        gate_up = dot(x, params.gate_up_proj, params.gate_up_bias)
+        gate, up = jnp.split(gate_up, 2, axis=1)
+    hidden = gated(gate, up, activation)
+    if recv_weights is not None:
+        hidden *= jnp.where(kept, recv_weights[:, None], 0)
+    return dot(hidden.astype(dtype), params.down_proj, params.down_bias)
+
+
+def shared_experts(
+    x: jax.Array, params: MoEParams, *, activation: Activation = "silu"
+) -> jax.Array | None:
+    """The experts that every token visits (DeepSeek, Qwen2-MoE), as one gated MLP.
+
+    Needs no mesh and nothing of the routed path, so that XLA may run it at any time;
+    its output is the `bias` of `combine`.
+
+    Args:
+      x: `[T, H]`.
+      params: `shared_*`, cast to x's dtype; without them there are no shared experts.
+      activation: see `MoEConfig`.
+
+    Returns:
+      `[T, H]` in x's dtype, times `sigmoid(x @ shared_expert_gate)` where there is one
+      (Qwen2-MoE); None without shared experts.
+    """
+    if params.shared_down_proj is None:
+        return None
+    dtype = x.dtype
+    if params.shared_gate_up_proj is None:
+        gate = x @ params.shared_gate_proj.astype(dtype)
+        up = x @ params.shared_up_proj.astype(dtype)
+    else:
+        gate_up = x @ params.shared_gate_up_proj.astype(dtype)
+        gate, up = jnp.split(gate_up, 2, axis=1)
+    hidden = gated(gate, up, activation).astype(dtype)
+    out = hidden @ params.shared_down_proj.astype(dtype)
+    if params.shared_expert_gate is not None:
+        out *= jax.nn.sigmoid(x @ params.shared_expert_gate.astype(dtype))
+    return out
+
+
+def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """`act(gate) * up` in float32; for "clipped_swiglu" as below.
+
+    GPT-OSS's model code: `gate = min(gate, 7)`, `up = clip(up, -7, 7)`, and
+    `(up + 1) * gate * sigmoid(1.702 * gate)`.
+    """
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    if activation in ("gelu", "gelu_tanh"):
+        return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up
+    if activation == "clipped_swiglu":
+        gate = jnp.minimum(gate, _CLIPPED_LIMIT)
+        up = jnp.clip(up, -_CLIPPED_LIMIT, _CLIPPED_LIMIT)
+        return (up + 1) * gate * jax.nn.sigmoid(_CLIPPED_ALPHA * gate)
+    raise ValueError(
+        f"jax_ep.experts: activation (={activation!r}) must be 'silu', 'gelu', "
+        "'gelu_tanh' or 'clipped_swiglu'."
+    )
+
+
+def _grouped_dot(x, weight, bias, *, handle, kept):
+    """`x @ weight[e] + bias[e]` for the rows of each expert e; zero in other rows."""
+    weight = _only_used(weight.astype(x.dtype), handle.group_counts)
+    y = lax.ragged_dot(x, weight, handle.group_sizes)
+    if bias is not None:
+        # As one more column of x, so that the bias's gradient is a grouped sum too.
+        bias = _only_used(bias.astype(jnp.float32)[:, None], handle.group_counts)
+        ones = jnp.ones_like(x[:, :1], jnp.float32)
+        y = y + lax.ragged_dot(ones, bias, handle.group_sizes).astype(x.dtype)
+    return jnp.where(kept, y, jnp.zeros((), x.dtype))
+
+
+# d_weight[e] = cotangent[e] if expert e has rows else 0
+@jax.custom_vjp
+def _only_used(weight, group_counts):
+    """The weights themselves; those of experts without rows get a zero gradient.
+
+    Grouped products have left garbage in the gradients of empty groups.
+    """
+    del group_counts
+    return weight
+
+
+def _only_used_fwd(weight, group_counts):
+    return weight, group_counts
+
+
+def _only_used_bwd(group_counts, d_weight):
+    is_used = (group_counts > 0).reshape(-1, *[1] * (d_weight.ndim - 1))
+    return jnp.where(is_used, d_weight, jnp.zeros((), d_weight.dtype)), None
+
+
+_only_used.defvjp(_only_used_fwd, _only_used_bwd)

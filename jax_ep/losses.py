@@ -1,0 +1,267 @@
+"""Losses that keep the experts busy, and the statistics of one call."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.axis import vary_alike
+from jax_ep.config import MoEConfig
+from jax_ep.layout import Handle
+from jax_ep.router import Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEStats:
+    """What one call of a MoE layer did, summed over all ranks and the same on all.
+
+    Every leaf has an axis, so that calls stack. Integers have no derivative; the losses
+    do. Collectives behind leaves that nobody reads are removed by XLA.
+
+    Attributes:
+      expert_load: `[E]` int32, slots routed to each expert, before drops.
+      num_recv: `[R]` int32, rows wanted at each rank of the expert axis, before drops.
+      num_dropped: `[R]` int32, rows dropped there.
+      max_load_ratio: `[1]` float32, the busiest expert's slots over the mean; 1 is
+        balance.
+      required_capacity_factor: `[1]` float32, the least `capacity_factor` without a
+        drop (alignment aside).
+      router_entropy: `[1]` float32, mean entropy of the router's probabilities.
+      load_balance_loss: `[1]` float32, see `load_balance_loss`.
+      router_z_loss: `[1]` float32, see `router_z_loss`.
+      weighted_loss: `[1]` float32, the two times their weights in the config.
+    """
+
+    expert_load: jax.Array
+    num_recv: jax.Array
+    num_dropped: jax.Array
+    max_load_ratio: jax.Array
+    required_capacity_factor: jax.Array
+    router_entropy: jax.Array
+    load_balance_loss: jax.Array
+    router_z_loss: jax.Array
+    weighted_loss: jax.Array
+
+    @property
+    def aux_loss(self) -> jax.Array:
+        """`[]` float32: what to add to the training loss, over all stacked calls."""
+        return self.weighted_loss.sum()
+
+    @property
+    def dropped_fraction(self) -> jax.Array:
+        """`[]` float32: dropped rows over wanted ones."""
+        wanted = jnp.maximum(self.num_recv.sum(), 1).astype(jnp.float32)
+        return self.num_dropped.sum().astype(jnp.float32) / wanted
+
+
+def load_balance_loss(
+    probs: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    axis_name: str | Sequence[str] = (),
+) -> jax.Array:
+    """`E * sum_e f_e * P_e` over all tokens: 1 where every expert gets the same share.
+
+    `f_e` is the fraction of slots that chose e and `P_e` the mean probability of e,
+    both over the tokens of all ranks (Switch Transformer, arXiv:2101.03961, equation 4,
+    for K = 1; for any K as Megatron-LM, `E / (K * N^2) * sum(probs * counts)`). The
+    form in Hugging Face transformers is K times this one.
+
+    Args:
+      probs: `[..., E]` float32.
+      topk_idx: `[..., K]` int32. A token whose ids are all negative does not count.
+      axis_name: mesh axes of an enclosing shard_map that the tokens are split over.
+
+    Returns:
+      `[]` float32, the same on all ranks of `axis_name`.
+
+    Derivative: through `probs`; the fractions are constants.
+    """
+    num_experts, num_topk = probs.shape[-1], topk_idx.shape[-1]
+    probs = probs.reshape(-1, num_experts)
+    topk_idx = topk_idx.reshape(-1, num_topk)
+    is_token = _is_token(topk_idx)
+    count, total, num_tokens = _psum(
+        (
+            expert_counts(topk_idx, num_experts),
+            jnp.where(is_token[:, None], probs, 0).sum(axis=0),
+            is_token.sum(dtype=jnp.int32),
+        ),
+        axis_name,
+    )
+    num_tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    products = (count.astype(jnp.float32) / num_tokens) * (total / num_tokens)
+    return products.sum() * (num_experts / num_topk)
+
+
+def sequence_load_balance_loss(
+    probs: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    axis_name: str | Sequence[str] = (),
+) -> jax.Array:
+    """The mean over sequences of `load_balance_loss` in each.
+
+    DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20), without its factor alpha.
+
+    Args:
+      probs: `[B, S, E]` float32, whole sequences.
+      topk_idx: `[B, S, K]` int32. A token whose ids are all negative does not count,
+        nor does a sequence without tokens.
+      axis_name: mesh axes of an enclosing shard_map that the sequences are split over.
+
+    Returns:
+      `[]` float32, the same on all ranks of `axis_name`.
+
+    Derivative: through `probs`.
+    """
+    has_tokens = _is_token(topk_idx).any(axis=1)
+    losses = jax.vmap(load_balance_loss)(probs, topk_idx)
+    total, num_sequences = _psum(
+        (
+            jnp.where(has_tokens, losses, 0).sum(),
+            has_tokens.sum(dtype=jnp.int32),
+        ),
+        axis_name,
+    )
+    return total / jnp.maximum(num_sequences, 1).astype(jnp.float32)
+
+
+def router_z_loss(
+    logits: jax.Array,
+    topk_idx: jax.Array | None = None,
+    *,
+    axis_name: str | Sequence[str] = (),
+) -> jax.Array:
+    """`mean(logsumexp(logits)^2)`: keeps the logits small (ST-MoE, arXiv:2202.08906).
+
+    Args:
+      logits: `[..., E]` float32.
+      topk_idx: `[..., K]` int32; a token whose ids are all negative does not count.
+      axis_name: mesh axes of an enclosing shard_map that the tokens are split over.
+
+    Returns:
+      `[]` float32, the same on all ranks of `axis_name`.
+
+    Derivative: through `logits`.
+    """
+    logits = logits.reshape(-1, logits.shape[-1])
+    is_token = jnp.ones(logits.shape[0], bool)
+    if topk_idx is not None:
+        is_token = _is_token(topk_idx.reshape(-1, topk_idx.shape[-1]))
+    logits = jnp.where(is_token[:, None], logits, 0)
+    squares = jax.nn.logsumexp(logits, axis=1) ** 2
+    total, num_tokens = _psum(
+        (jnp.where(is_token, squares, 0).sum(), is_token.sum(dtype=jnp.int32)),
+        axis_name,
+    )
+    return total / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+
+
+def selection_bias_update(
+    selection_bias: jax.Array, expert_load: jax.Array, rate: float
+) -> jax.Array:
+    """The next selection bias: up by `rate` for idle experts, down for busy ones.
+
+    `bias + rate * sign(mean(load) - load)`, after each training step, with no gradient
+    (auxiliary-loss-free balancing, arXiv:2408.15664, algorithm 1).
+
+    Args:
+      selection_bias: `[E]` float32.
+      expert_load: `[E]`, slots over all ranks of the step: `MoEStats.expert_load`.
+      rate: 1e-3 in DeepSeek-V3.
+
+    Returns:
+      `[E]` float32.
+    """
+    load = lax.stop_gradient(expert_load).astype(jnp.float32)
+    return selection_bias + rate * jnp.sign(load.mean() - load)
+
+
+def expert_counts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """`[E]` int32: slots per expert; ids out of range count nowhere."""
+    ids = topk_idx.reshape(-1)
+    ids = jnp.where(ids < 0, num_experts, ids)
+    return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
+
+
+def moe_stats(
+    routing: Routing,
+    handle: Handle,
+    config: MoEConfig,
+    *,
+    axis_name: Sequence[str],
+    num_sequences: int | None = None,
+) -> MoEStats:
+    """The statistics and losses of one call, inside its shard_map.
+
+    Args:
+      routing: of this rank's T tokens.
+      handle: their layout.
+      config: which losses, and their weights.
+      axis_name: the mesh axes that tokens are split over, the expert axis among them.
+      num_sequences: equal sequences that the tokens consist of, for a load-balance loss
+        per sequence; None is one.
+
+    Returns:
+      `MoEStats`, the same on all ranks of `axis_name`.
+    """
+    num_slots = handle.num_tokens * handle.num_topk
+    if config.load_balance_scope == "sequence":
+        shape = (num_sequences or 1, -1)
+        balance = sequence_load_balance_loss(
+            routing.probs.reshape(*shape, config.num_experts),
+            routing.topk_idx.reshape(*shape, config.num_experts_per_tok),
+            axis_name=axis_name,
+        )
+    else:
+        balance = load_balance_loss(
+            routing.probs, routing.topk_idx, axis_name=axis_name
+        )
+    z = router_z_loss(routing.logits, routing.topk_idx, axis_name=axis_name)
+    is_token = _is_token(routing.topk_idx)
+    probs = lax.stop_gradient(routing.probs)
+    entropy = jax.scipy.special.entr(probs).sum(axis=1)
+    load, recv, dropped, entropy, num_tokens = _psum(
+        (
+            expert_counts(routing.topk_idx, config.num_experts),
+            handle.num_recv,
+            handle.num_dropped,
+            jnp.where(is_token, entropy, 0).sum(),
+            is_token.sum(dtype=jnp.int32),
+        ),
+        axis_name,
+    )
+    (busiest,) = vary_alike(tuple(axis_name), (handle.num_recv.max(),))
+    busiest = lax.pmax(busiest, tuple(axis_name)).astype(jnp.float32)
+    max_load = load.max().astype(jnp.float32)
+    mean_load = jnp.maximum(load.sum(), 1).astype(jnp.float32) / config.num_experts
+    weighted = (
+        config.load_balance_loss_weight * balance + config.router_z_loss_weight * z
+    )
+    return MoEStats(
+        expert_load=load,
+        # The handle's counts are the same on all R ranks, and the sum has them R times.
+        num_recv=recv // handle.num_ranks,
+        num_dropped=dropped // handle.num_ranks,
+        max_load_ratio=(max_load / mean_load)[None],
+        required_capacity_factor=(busiest / max(num_slots, 1))[None],
+        router_entropy=(entropy / jnp.maximum(num_tokens, 1).astype(jnp.float32))[None],
+        load_balance_loss=balance[None],
+        router_z_loss=z[None],
+        weighted_loss=weighted[None],
+    )
+
+
+def _is_token(topk_idx: jax.Array) -> jax.Array:
+    return (topk_idx >= 0).any(axis=-1)
+
+
+def _psum(tree, axis_name: str | Sequence[str]):
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not names:
+        return tree
+    return lax.psum(vary_alike(names, tree), names)

@@ -1,0 +1,293 @@
+"""The whole layer in ten lines, and the same over global arrays and a mesh."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ep.axis import axis_label, expert_axis
+from jax_ep.combine import combine
+from jax_ep.config import MoEConfig
+from jax_ep.dispatch import dispatch
+from jax_ep.experts import experts, shared_experts
+from jax_ep.layout import dispatch_layout
+from jax_ep.losses import MoEStats, moe_stats
+from jax_ep.params import MoEParams, param_specs
+from jax_ep.router import router
+
+
+def moe(
+    x: jax.Array,
+    params: MoEParams,
+    config: MoEConfig,
+    *,
+    axis_name: str | Sequence[str] = "expert",
+    data_axes: str | Sequence[str] = (),
+    token_mask: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, MoEStats]:
+    """A Mixture-of-Experts layer: router, layout, dispatch, experts, combine.
+
+    Call it inside a fully manual `jax.shard_map` over `axis_name`, on every rank.
+    `sharded_moe` does the shard_map itself.
+
+    Args:
+      x: `[T, H]` or `[..., H]`, float32, bfloat16 or float16; this rank's tokens. All
+        but the router computes in its dtype.
+      params: this rank's L experts, and the rest of `MoEParams` whole.
+      config: the layer.
+      axis_name: mesh axis, or tuple of axes, that the experts are split over.
+      data_axes: further mesh axes that tokens are split over. Statistics and losses
+        are over all of them and `axis_name`.
+      token_mask: bool, `x.shape[:-1]`; False for padding tokens, which go nowhere,
+        count nowhere, and get zero (or what shared experts make of them).
+      key: for jitter noise and random routing; each rank folds its index in.
+
+    Returns:
+      `out`, like x, and `MoEStats`, the same on all ranks.
+
+    Raises:
+      ValueError, TypeError: as the stages raise.
+
+    Derivative: of x and params. Slots that were dropped add nothing to either.
+
+    On the wire: see `dispatch` and `combine`; the statistics are a few all-reduces of
+    E numbers, gone where nobody reads them.
+    """
+    axis = expert_axis("moe", axis_name)
+    axes = axis.names + _names(data_axes)
+    if key is not None and axes:
+        key = jax.random.fold_in(key, lax.axis_index(axes))
+    mask = None if token_mask is None else token_mask.reshape(-1)
+    tokens = x.reshape(-1, x.shape[-1])
+
+    routing = router(
+        tokens,
+        params.router_kernel,
+        config,
+        bias=params.router_bias,
+        selection_bias=params.selection_bias,
+        token_mask=mask,
+        key=key,
+    )
+    handle = dispatch_layout(
+        routing.topk_idx,
+        num_experts=config.num_experts,
+        axis_name=axis.names,
+        capacity=receive_capacity(config, tokens.shape[0], axis.num_ranks),
+        expert_alignment=config.expert_alignment,
+        implementation=config.implementation,
+        num_sms=config.num_sms,
+        timeout_s=config.timeout_s,
+    )
+    shared = shared_experts(tokens, params, activation=config.activation)
+    recv_x, recv_weights = dispatch(tokens, handle, routing.topk_weights)
+    # With an output bias, weights cannot go into the hidden activation.
+    early, late = recv_weights, None
+    if config.mlp_bias:
+        early, late = None, recv_weights
+    y = experts(
+        recv_x, handle, params, activation=config.activation, recv_weights=early
+    )
+    out = combine(y, handle, weights=late, bias=shared)
+    stats = moe_stats(
+        routing,
+        handle,
+        config,
+        axis_name=axes,
+        num_sequences=math.prod(x.shape[:-2]) if x.ndim > 2 else None,
+    )
+    return out.reshape(x.shape), stats
+
+
+def receive_capacity(config: MoEConfig, num_tokens: int, num_ranks: int) -> int | None:
+    """Rows C of a rank's receive buffer, for `dispatch_layout`.
+
+    `capacity_factor * T * K`, rounded up to the alignment, and never more than a router
+    that repeats no id in a row can fill, `R*T*min(K, L) + L*(A-1)`; dropless, that.
+
+    Args:
+      config: the layer.
+      num_tokens: T.
+      num_ranks: R.
+
+    Returns:
+      C; None where there are no tokens.
+    """
+    if not num_tokens:
+        return None
+    num_topk, alignment = config.num_experts_per_tok, config.expert_alignment
+    num_local = max(config.num_experts // num_ranks, 1)
+    bound = num_ranks * num_tokens * min(num_topk, num_local)
+    bound += num_local * (alignment - 1)
+    if config.capacity_factor is None:
+        return bound
+    # Rounded first, since 1.1 * 10 is a little more than 11.
+    rows = math.ceil(round(config.capacity_factor * num_tokens * num_topk, 6))
+    return min(-(-rows // alignment) * alignment, bound)
+
+
+def sharded_moe(
+    x: jax.Array,
+    params: MoEParams,
+    config: MoEConfig,
+    *,
+    mesh: Any = None,
+    axis_name: str | Sequence[str] = "expert",
+    data_axes: str | Sequence[str] | None = None,
+    specs: MoEParams | None = None,
+    token_mask: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, MoEStats]:
+    """`moe` over global arrays: does the shard_map itself.
+
+    Call it outside of any shard_map, under `jax.jit` or not. The first dimension of x
+    is split over `data_axes` and the expert axis. Weights that are also split over data
+    axes (FSDP) are gathered inside, so their gradients are reduce-scattered.
+
+    Args:
+      x: `[B, ..., H]`, global.
+      params: global `MoEParams`, all E experts.
+      config: the layer.
+      mesh: `jax.sharding.Mesh` of Auto or Explicit axes. None is that of the context
+        (`jax.set_mesh`) or of x's type; without any, one device.
+      axis_name: mesh axis, or tuple of axes, that the experts are split over. One that
+        the mesh lacks has size 1.
+      data_axes: mesh axes that tokens are split over besides. None is all others.
+      specs: `MoEParams` of `PartitionSpec`, how the weights are stored; None is
+        `param_specs(config, expert=axis_name)`.
+      token_mask: bool, `x.shape[:-1]`, global; see `moe`.
+      key: see `moe`.
+
+    Returns:
+      `out`, like x and sharded as x is, and `MoEStats`, replicated.
+
+    Raises:
+      ValueError: inside a shard_map; an expert axis among the data axes; a first
+        dimension that the axes do not divide; otherwise as `moe`.
+
+    Derivative: as of `moe`; a mean over the global output has the gradients that one
+    device would compute.
+    """
+    op = "sharded_moe"
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"jax_ep.{op}: must be called outside of shard_map; call jax_ep.moe inside."
+        )
+    mesh = _mesh(x) if mesh is None else mesh
+    expert_names = _names(axis_name)
+    data_names = None if data_axes is None else _names(data_axes)
+    for name in data_names or ():
+        if name in expert_names:
+            raise ValueError(
+                f'jax_ep.{op}: data_axes (="{axis_label(data_names)}") must not have '
+                f'"{name}", which is the expert axis: tokens are always split over it.'
+            )
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f'jax_ep.{op}: data_axes (="{axis_label(data_names)}") must name axes '
+                f"of the mesh, which has {tuple(mesh.axis_names)}."
+            )
+    expert_names = tuple(name for name in expert_names if name in mesh.axis_names)
+    if data_names is None:
+        data_names = tuple(n for n in mesh.axis_names if n not in expert_names)
+    if specs is None:
+        specs = param_specs(config, expert=expert_names)
+    batch_names = tuple(n for n in mesh.axis_names if n in data_names + expert_names)
+    num_shares = math.prod(mesh.shape[name] for name in batch_names)
+    if x.ndim < 2 or x.shape[0] % num_shares:
+        raise ValueError(
+            f"jax_ep.{op}: x must have shape [B, ..., H] with B divisible by the "
+            f'{num_shares} shares over "{axis_label(batch_names)}", and has {x.shape}.'
+        )
+    call = _sharded(config, mesh, expert_names, data_names, batch_names, specs)
+    return call(x, params, token_mask, key)
+
+
+@functools.lru_cache(maxsize=256)
+def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
+    """The jitted shard_map, made once, so that a call outside of jit compiles once."""
+    batch = P(batch_names) if batch_names else P()
+
+    def stored(spec):
+        # Other axes than these are gathered by JAX at the border of the shard_map.
+        known = expert_names + data_names
+        return P(*(tuple(n for n in _names(d) if n in known) or None for d in spec))
+
+    in_specs = (batch, jax.tree.map(stored, specs), batch, P())
+
+    def local(x, params, token_mask, key):
+        params = jax.tree.map(_gather_data_axes, params, in_specs[1])
+        return moe(
+            x,
+            params,
+            config,
+            axis_name=expert_names,
+            data_axes=data_names,
+            token_mask=token_mask,
+            key=key,
+        )
+
+    def _gather_data_axes(weight, spec):
+        for dim, names in enumerate(spec):
+            names = tuple(n for n in _names(names) if n in data_names)
+            if names:
+                weight = lax.all_gather(weight, names, axis=dim, tiled=True)
+        return weight
+
+    def call(x, params, token_mask, key):
+        given = jax.typeof(x).sharding
+        args = (x, params, token_mask, key)
+        used = tuple(
+            spec if value is not None else None
+            for spec, value in zip(in_specs, args, strict=True)
+        )
+        args = _reshard(args, used, mesh)
+        out, stats = jax.shard_map(
+            local, mesh=mesh, in_specs=used, out_specs=(batch, P())
+        )(*args)
+        if not given.mesh.empty:
+            out = _reshard(out, given.spec, mesh)
+        return out, stats
+
+    return jax.jit(call)
+
+
+def _reshard(tree, specs, mesh):
+    """Arrays as a shard_map wants them on Explicit axes; Auto axes need nothing."""
+    explicit = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    if not explicit:
+        return tree
+
+    def reshard(spec, value):
+        spec = P(*(tuple(n for n in _names(d) if n in explicit) or None for d in spec))
+        return jax.tree.map(
+            lambda leaf: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), value
+        )
+
+    return jax.tree.map(reshard, specs, tree, is_leaf=lambda s: isinstance(s, P))
+
+
+def _mesh(x):
+    """The mesh of the context, else of x's type, else of one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        mesh = jax.sharding.AbstractMesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+    return mesh
+
+
+def _names(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)

@@ -1,0 +1,196 @@
+"""Router: which experts each token goes to, and with what weight."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.config import GroupScore, MoEConfig, ScoreFunc
+
+# DeepSeek-V3's, in the sum that weights are divided by.
+_EPSILON = 1e-20
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The choice of experts of T tokens.
+
+    Attributes:
+      topk_idx: `[T, K]` int32, distinct ids in a row; -1 in masked rows.
+      topk_weights: `[T, K]` float32; 0 in masked rows.
+      probs: `[T, E]` float32, the scores over all experts, summing to 1 in a row; what
+        a load-balance loss takes.
+      logits: `[T, E]` float32.
+    """
+
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+    probs: jax.Array
+    logits: jax.Array
+
+
+def router(
+    x: jax.Array,
+    kernel: jax.Array,
+    config: MoEConfig,
+    *,
+    bias: jax.Array | None = None,
+    selection_bias: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> Routing:
+    """Scores every expert for every token and chooses K of them, in float32.
+
+    Needs no mesh: every token is by itself, so it may be called anywhere.
+
+    Args:
+      x: `[T, H]`, any float dtype.
+      kernel: `[H, E]`, any float dtype.
+      config: how to score and to choose.
+      bias: `[E]`, added to the logits.
+      selection_bias: `[E]` float32, see `topk_routing`.
+      token_mask: `[T]` bool, False for tokens that go nowhere. Their x may be NaN.
+      key: for the jitter noise and random routing. Without it there is no noise.
+
+    Returns:
+      A `Routing`.
+
+    Raises:
+      ValueError: a shape that does not fit; random routing without a key.
+
+    Derivative: of `topk_weights`, `probs` and `logits`; ids have none.
+
+    Jitter multiplies the router's view of x by uniform noise in [1 - eps, 1 + eps]
+    (Switch Transformer, arXiv:2101.03961, section 2.2).
+    """
+    if x.ndim != 2 or kernel.shape != (x.shape[1], config.num_experts):
+        raise ValueError(
+            f"jax_ep.router: x and kernel must have shapes [T, H] and [H, E] with E = "
+            f"{config.num_experts}, and have {x.shape} and {kernel.shape}."
+        )
+    x = x.astype(jnp.float32)
+    if token_mask is not None:
+        # Chosen, not multiplied: NaN * 0 in the kernel's gradient is NaN.
+        x = jnp.where(token_mask[:, None], x, 0)
+    if config.router_jitter_noise and key is not None:
+        eps = config.router_jitter_noise
+        x *= jax.random.uniform(key, x.shape, minval=1 - eps, maxval=1 + eps)
+    # Full float32 also where the default for matrix products is less (TPU, TF32).
+    logits = jnp.dot(x, kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    if bias is not None:
+        logits += bias.astype(jnp.float32)[None]
+    if config.use_random_routing:
+        if key is None:
+            raise ValueError("jax_ep.router: use_random_routing needs a key.")
+        logits = jax.random.normal(key, logits.shape)
+    return topk_routing(
+        logits,
+        num_experts_per_tok=config.num_experts_per_tok,
+        score_func=config.score_func,
+        norm_topk_prob=config.norm_topk_prob,
+        routed_scaling_factor=config.routed_scaling_factor,
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        group_score=config.group_score,
+        selection_bias=selection_bias,
+        token_mask=token_mask,
+    )
+
+
+def topk_routing(
+    logits: jax.Array,
+    *,
+    num_experts_per_tok: int,
+    score_func: ScoreFunc = "softmax",
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: GroupScore = "top2_sum",
+    selection_bias: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
+) -> Routing:
+    """Chooses K experts per token from the router's logits.
+
+    The published routers, and their sources:
+
+    - Mixtral (arXiv:2401.04088, section 2.1): softmax over the K largest logits, which
+      is softmax over all, renormalised: the defaults.
+    - Qwen3-MoE: softmax, top-k, renormalised: the defaults. Qwen2-MoE and OLMoE
+      (arXiv:2409.02060): the same with `norm_topk_prob=False`.
+    - GPT-OSS: top-k of the biased logits, softmax over those: the defaults.
+    - DeepSeek-V2 (arXiv:2405.04434, section 2.1.2): softmax; groups by their best
+      expert (`group_score="max"`); `norm_topk_prob=False`.
+    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid scores; groups by the sum
+      of their two best; experts by score + bias, weights from the scores without it,
+      normalised (sum + 1e-20) and scaled.
+    - sqrt-softplus scores, `sqrt(log(1 + exp(logit)))`, in place of the sigmoid
+      (DeepSeek-V4, as MaxText has it).
+
+    Args:
+      logits: `[T, E]`, cast to float32.
+      num_experts_per_tok: K.
+      score_func: "softmax", "sigmoid" or "sqrtsoftplus".
+      norm_topk_prob: divide the K weights by their sum. Ignored for K = 1, as
+        DeepSeek's code does: the weight would be 1, and its gradient 0.
+      routed_scaling_factor: multiplies the weights.
+      n_group: groups of E / n_group consecutive experts.
+      topk_group: groups a token chooses from.
+      group_score: "top2_sum" or "max", of score + bias.
+      selection_bias: `[E]`, added to the scores for the choice alone; no gradient.
+      token_mask: `[T]` bool; False rows get ids -1 and weights 0.
+
+    Returns:
+      A `Routing`. Of equal scores the lower id wins. A row with a NaN logit has valid
+      ids and NaN weights, and touches no other row.
+
+    Derivative: through the scores of the chosen experts.
+    """
+    logits = logits.astype(jnp.float32)
+    scores = _scores(logits, score_func)
+    choice = lax.stop_gradient(scores)
+    if selection_bias is not None:
+        choice += lax.stop_gradient(selection_bias).astype(jnp.float32)[None]
+    if n_group > 1:
+        choice = _limit_to_groups(choice, n_group, topk_group, group_score)
+    _, topk_idx = lax.top_k(choice, num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, topk_idx, axis=1)
+    if norm_topk_prob and num_experts_per_tok > 1:
+        weights /= weights.sum(axis=1, keepdims=True) + _EPSILON
+    weights *= routed_scaling_factor
+    if score_func != "softmax":
+        scores /= scores.sum(axis=1, keepdims=True) + _EPSILON
+    if token_mask is not None:
+        topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
+        weights = jnp.where(token_mask[:, None], weights, 0)
+    return Routing(topk_idx.astype(jnp.int32), weights, scores, logits)
+
+
+def _scores(logits: jax.Array, score_func: ScoreFunc) -> jax.Array:
+    if score_func == "softmax":
+        return jax.nn.softmax(logits, axis=1)
+    if score_func == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    if score_func != "sqrtsoftplus":
+        raise ValueError(
+            f"jax_ep.topk_routing: score_func (={score_func!r}) must be 'softmax', "
+            "'sigmoid' or 'sqrtsoftplus'."
+        )
+    # Below -20 softplus(x) is exp(x) to float32; where it underflows, the square root
+    # would have an infinite slope.
+    is_small = logits < -20
+    softplus = jax.nn.softplus(jnp.where(is_small, 0, logits))
+    return jnp.where(is_small, jnp.exp(logits / 2), jnp.sqrt(softplus))
+
+
+def _limit_to_groups(choice, n_group, topk_group, group_score):
+    """`choice` with -inf outside the best `topk_group` groups of each token."""
+    num_tokens, num_experts = choice.shape
+    grouped = choice.reshape(num_tokens, n_group, num_experts // n_group)
+    best, _ = lax.top_k(grouped, 2 if group_score == "top2_sum" else 1)
+    _, groups = lax.top_k(best.sum(axis=2), topk_group)
+    is_chosen = jax.nn.one_hot(groups, n_group, dtype=jnp.int32).sum(axis=1) > 0
+    grouped = jnp.where(is_chosen[:, :, None], grouped, -jnp.inf)
+    return grouped.reshape(num_tokens, num_experts)
