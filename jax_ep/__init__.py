@@ -1,10 +1,66 @@
 """Expert parallelism for JAX: dispatch and combine as differentiable custom calls."""
 
+from jax_ep.check import check
 from jax_ep.combine import combine
+from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
+from jax_ep.dropless import Rounds, in_rounds
+from jax_ep.experts import experts, shared_experts
 from jax_ep.ffi import TARGETS as CUSTOM_CALLS
 from jax_ep.layout import Handle, dispatch_layout
+from jax_ep.losses import (
+    MoEStats,
+    load_balance_loss,
+    moe_stats,
+    router_z_loss,
+    selection_bias_update,
+    sequence_load_balance_loss,
+)
+from jax_ep.moe import moe, receive_capacity, sharded_moe
+from jax_ep.params import MoEParams, init_params, param_specs
+from jax_ep.placement import (
+    Placement,
+    identity_placement,
+    place_params,
+    place_topk,
+    plan_placement,
+    rank_loads,
+)
+from jax_ep.router import Routing, router, topk_routing
 
-__all__ = ["CUSTOM_CALLS", "Handle", "combine", "dispatch", "dispatch_layout"]
+__all__ = [
+    "CUSTOM_CALLS",
+    "Handle",
+    "MoEConfig",
+    "MoEParams",
+    "MoEStats",
+    "Placement",
+    "Rounds",
+    "Routing",
+    "check",
+    "combine",
+    "dispatch",
+    "dispatch_layout",
+    "experts",
+    "identity_placement",
+    "in_rounds",
+    "init_params",
+    "load_balance_loss",
+    "moe",
+    "moe_stats",
+    "param_specs",
+    "place_params",
+    "place_topk",
+    "plan_placement",
+    "rank_loads",
+    "receive_capacity",
+    "router",
+    "router_z_loss",
+    "selection_bias_update",
+    "sequence_load_balance_loss",
+    "sharded_moe",
+    "shared_experts",
+    "topk_routing",
+]
 
 __version__ = "0.1.0"

@@ -34,7 +34,7 @@ def combine(
     any slot gets zero, or its bias. Unweighted sums have the same bits everywhere.
 
     Args:
-      y: `[C, H]` float32, bfloat16 or float16, or a pytree of up to eight `[C, ...]`
+      y: `[C, H]` float32, bfloat16 or float16, or a pytree of up to sixteen `[C, ...]`
         such arrays.
       handle: the handle that `dispatch` used.
       weights: `[C]` float32; multiplies the rows as they are read. Only needed where

@@ -29,7 +29,7 @@ def dispatch(
     rows and the rows past the last group are zero.
 
     Args:
-      x: `[T, H]` float32, bfloat16 or float16, any H >= 1, or a pytree of up to eight
+      x: `[T, H]` float32, bfloat16 or float16, any H >= 1, or a pytree of up to sixteen
         `[T, ...]` arrays that travel together. Arrays of any other dtype of 1, 2, 4 or
         8 bytes move as bits. Rows of a multiple of 16 bytes are the fast path.
       handle: from `dispatch_layout`, of this or of an earlier batch with its routing.
@@ -70,7 +70,8 @@ def dispatch(
     leaves, topk_weights, handle = vary_alike(
         handle.axis_name, (leaves, topk_weights, handle)
     )
-    recv, recv_weights = _dispatch((config, grad_wire_f32), leaves, topk_weights, handle)
+    static = (config, grad_wire_f32)
+    recv, recv_weights = tuple(_dispatch(static, leaves, topk_weights, handle))
     return checkpoint_name((restore(recv), recv_weights), "jax_ep_recv")
 
 

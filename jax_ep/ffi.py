@@ -10,7 +10,6 @@ program must not see, or every result would vary over every mesh axis).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -142,14 +141,16 @@ def _like(aval, shape, dtype):
     return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False)
 
 
-def _custom_call(target: str, extra_attributes: Callable[..., dict[str, Any]]):
-    def call(*operands, types, config, **params):
-        result_types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-        attributes = {**config.attributes(), **params, **extra_attributes(operands)}
+def _lower_custom_call(ctx, *operands, target, config, params, more_attributes):
+    attributes = {**config.attributes(), **params}
+    attributes |= more_attributes(target, attributes, ctx.avals_in)
+    result_types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in ctx.avals_out]
+
+    def call(*operands):
         rank = config.axis.rank_and_group()
         return jax.ffi.ffi_call(target, result_types)(rank, *operands, **attributes)
 
-    return call
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
 def _lower_reference(ctx, *operands, reference_stage, config, **params):
@@ -168,9 +169,14 @@ def _lower_cpu(ctx, *operands, target, reference_stage, config, **params):
         return _lower_reference(
             ctx, *operands, reference_stage=reference_stage, config=config, **params
         )
-    call = _custom_call(target, lambda _: {})
-    call = functools.partial(call, types=ctx.avals_out, config=config, **params)
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return _lower_custom_call(
+        ctx,
+        *operands,
+        target=target,
+        config=config,
+        params=params,
+        more_attributes=lambda *_: {},
+    )
 
 
 def _lower_cuda(ctx, *operands, target, reference_stage, config, **params):
@@ -178,17 +184,26 @@ def _lower_cuda(ctx, *operands, target, reference_stage, config, **params):
         return _lower_reference(
             ctx, *operands, reference_stage=reference_stage, config=config, **params
         )
-    if not _ffi.has_cuda:
+    if not registration.has_cuda():
         raise NotImplementedError(
             "jax_ep: this installation runs on CPU devices only. CUDA needs Python >= "
             "3.12 and jax >= 0.11.2; implementation='xla' runs without our kernels."
         )
-    raise NotImplementedError("jax_ep: no CUDA kernels yet.")
+    from jax_ep import kernels  # Needs cuda-python, which CPU users lack.
+
+    return _lower_custom_call(
+        ctx,
+        *operands,
+        target=target,
+        config=config,
+        params=params,
+        more_attributes=kernels.attributes,
+    )
 
 
 def _one_after_another(primitive, operands, dims, **params):
     """vmap: the batch's calls in sequence, since each is an exchange of its own."""
-    mapped = [dim is not batching.not_mapped for dim in dims]
+    mapped = [dim is not None for dim in dims]
     moved = [
         jnp.moveaxis(operand, dim, 0)
         for operand, dim, is_mapped in zip(operands, dims, mapped, strict=True)

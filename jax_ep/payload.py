@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)  # Leaves with a derivative.
-MAX_LEAVES = 8  # Their pointers travel in a kernel's parameters.
+MAX_LEAVES = 16  # Their pointers travel in a kernel's parameters.
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -37,7 +37,7 @@ def to_wire(
       tree like `tree` with that many rows.
 
     Raises:
-      ValueError: no leaves, more than eight, or a wrong shape. TypeError: a dtype of
+      ValueError: no leaves, more than sixteen, or a wrong shape. TypeError: a dtype of
         another size than 1, 2, 4 or 8 bytes.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)

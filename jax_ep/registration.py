@@ -39,12 +39,19 @@ def check_runtime() -> None:
         )
 
 
+def has_cuda() -> bool:
+    """Whether both the build and the runtime offer XLA's communicator to handlers."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "collectives_api.h"
+    return _ffi.has_cuda and header.exists()
+
+
 def register() -> None:
-    """Registers state types, then targets, on every platform the module knows."""
+    """Registers state types, then targets, on every platform that can run them."""
     check_runtime()
-    for platform, types in _ffi.types().items():
-        for name, info in types.items():
+    platforms = ["cpu", "CUDA"] if has_cuda() else ["cpu"]
+    types, targets = _ffi.types(), _ffi.registrations()
+    for platform in platforms:
+        for name, info in types.get(platform, {}).items():
             jax.ffi.register_ffi_type(name, info, platform=platform)
-    for platform, targets in _ffi.registrations().items():
-        for target, stages in targets.items():
+        for target, stages in targets[platform].items():
             jax.ffi.register_ffi_target(target, stages, platform=platform)
