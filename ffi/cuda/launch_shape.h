@@ -48,8 +48,8 @@ JAX_EP_HD constexpr int LayoutTilesPerSource(int blocks, int num_ranks) {
   return static_cast<int>(Max(1, blocks / num_ranks));
 }
 
-JAX_EP_HD constexpr LaunchDims LayoutLaunch(int device_sms, int num_sms,
-                                            int num_ranks, int num_experts) {
+JAX_EP_HD constexpr LaunchDims LayoutLaunch(int device_sms, int num_sms, int num_ranks,
+                                            int num_experts) {
   LaunchDims dims{};
   const int blocks =
       static_cast<int>(Min(kMaxLayoutBlocks, GridBlocks(device_sms, num_sms)));
@@ -105,11 +105,10 @@ JAX_EP_HD constexpr DispatchShape MakeDispatchShape(const WireShape& wire) {
 }
 
 JAX_EP_HD constexpr LaunchDims DispatchLaunch(int device_sms, int num_sms,
-                                              const int64_t* leaf_bytes,
-                                              int num_leaves, int num_topk,
-                                              bool has_weights) {
-  const DispatchShape shape = MakeDispatchShape(
-      DispatchWire(leaf_bytes, num_leaves, num_topk, has_weights));
+                                              const int64_t* leaf_bytes, int num_leaves,
+                                              int num_topk, bool has_weights) {
+  const DispatchShape shape =
+      MakeDispatchShape(DispatchWire(leaf_bytes, num_leaves, num_topk, has_weights));
   LaunchDims dims{};
   dims.blocks = GridBlocks(device_sms, num_sms);
   dims.threads = 32 * (2 * shape.channels + 1);
@@ -160,8 +159,8 @@ JAX_EP_HD constexpr LaunchDims CombineLaunch(int device_sms, int num_sms,
                                              const int64_t* widths, int num_leaves,
                                              int num_topk, bool wire_f32,
                                              bool has_row_values) {
-  const CombineLayout shape = MakeCombineLayout(MakeCombineShape(
-      dtypes, widths, num_leaves, num_topk, wire_f32, has_row_values));
+  const CombineLayout shape = MakeCombineLayout(
+      MakeCombineShape(dtypes, widths, num_leaves, num_topk, wire_f32, has_row_values));
   LaunchDims dims{};
   dims.blocks = GridBlocks(device_sms, num_sms);
   dims.threads = 32 * kCombineWarps;

@@ -81,8 +81,8 @@ enum Phase : int32_t {
   kPhaseCombineReuse = 6,
   kPhaseCombineCredit = 7,
   kPhaseCombineRows = 8,
-  kPhaseOverlap = 9,         // two calls at once here; seen: the other's signature
-  kPhaseRankMismatch = 10,   // axis index (seen) is not the communicator's rank
+  kPhaseOverlap = 9,        // two calls at once here; seen: the other's signature
+  kPhaseRankMismatch = 10,  // axis index (seen) is not the communicator's rank
 };
 
 // What a wait that gave up leaves behind: in host-visible memory here, and in
@@ -96,7 +96,7 @@ struct ErrorRecord {
   int32_t pad;
   uint64_t expected;
   uint64_t seen;
-  uint64_t call;     // ring call or id round
+  uint64_t call;  // ring call or id round
   uint64_t waited_ns;
   uint64_t pad1;
 };
@@ -190,10 +190,10 @@ struct DispatchParams {
   const int32_t* recv_slot;
   const int32_t* group_counts;
   const int32_t* group_offsets;
-  const float* weights;        // [T, K], null without has_weights
-  float* recv_weights;         // [C], null without has_weights
-  const void* x[kMaxLeaves];   // [T, leaf bytes], 16-byte aligned
-  void* recv[kMaxLeaves];      // [C, leaf bytes], 16-byte aligned
+  const float* weights;       // [T, K], null without has_weights
+  float* recv_weights;        // [C], null without has_weights
+  const void* x[kMaxLeaves];  // [T, leaf bytes], 16-byte aligned
+  void* recv[kMaxLeaves];     // [C, leaf bytes], 16-byte aligned
   int64_t num_tokens;
   int64_t capacity;
   int32_t num_local_experts;
@@ -291,23 +291,23 @@ JAX_EP_HD constexpr CombineLeaf MakeCombineLeaf(int64_t width, int wire_item) {
   CombineLeaf leaf{};
   const int64_t max_elems = kMaxPieceBytes / wire_item;
   leaf.num_pieces = static_cast<int32_t>((width + max_elems - 1) / max_elems);
-  leaf.piece_elems = static_cast<int32_t>(
-      AlignUp((width + leaf.num_pieces - 1) / leaf.num_pieces, 8));
+  leaf.piece_elems =
+      static_cast<int32_t>(AlignUp((width + leaf.num_pieces - 1) / leaf.num_pieces, 8));
   return leaf;
 }
 
 struct CombineShape {
-  int32_t num_pieces;     // per token, over all leaves
-  int32_t in_bytes;       // the largest piece of a row of y, a multiple of 16
-  int32_t wire_bytes;     // the largest piece on the link, a multiple of 16
-  int32_t extra_bytes;    // K floats behind the first piece, or 0
-  int32_t slot_bytes;     // stride of the ring, a multiple of 128
+  int32_t num_pieces;   // per token, over all leaves
+  int32_t in_bytes;     // the largest piece of a row of y, a multiple of 16
+  int32_t wire_bytes;   // the largest piece on the link, a multiple of 16
+  int32_t extra_bytes;  // K floats behind the first piece, or 0
+  int32_t slot_bytes;   // stride of the ring, a multiple of 128
 };
 
 JAX_EP_HD constexpr CombineShape MakeCombineShape(const int32_t* dtypes,
-                                                  const int64_t* widths,
-                                                  int num_leaves, int num_topk,
-                                                  bool wire_f32, bool has_row_values) {
+                                                  const int64_t* widths, int num_leaves,
+                                                  int num_topk, bool wire_f32,
+                                                  bool has_row_values) {
   CombineShape shape{};
   for (int i = 0; i < num_leaves; ++i) {
     const int item = LeafItemBytes(dtypes[i]);

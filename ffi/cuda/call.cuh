@@ -1,0 +1,258 @@
+// What every kernel does around its work: entering a call, waiting with a limit,
+// giving up, leaving.
+//
+// A wait that lasts longer than the limit records who waited for whom, tells every
+// rank, and marks its block failed. A failed block waits for nobody and sends
+// nothing any more, so its loops run to their ends by themselves; what they computed
+// is overwritten before the kernel returns. The state is final: later calls fail at
+// once.
+
+#ifndef JAX_EP_FFI_CUDA_CALL_CUH_
+#define JAX_EP_FFI_CUDA_CALL_CUH_
+
+#include "ptx.cuh"
+#include "workspace.h"
+
+namespace jax_ep::cuda {
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int Lane() { return threadIdx.x & 31; }
+
+// The block's view of the call, in shared memory.
+struct CallState {
+  uint64_t number;   // of this ring call, or of the last id round before this call
+  uint32_t failed;   // 1 once this block stopped waiting
+  uint32_t entered;  // 0 if another call was running here
+  uint32_t last;     // 1 in the block that leaves last
+};
+
+__device__ __forceinline__ Control* ControlOf(const CommonParams& common, int rank) {
+  return reinterpret_cast<Control*>(common.peers[rank] + kControlOffset);
+}
+
+__device__ __forceinline__ bool Failed(const CallState* state) {
+  return *static_cast<const volatile uint32_t*>(&state->failed) != 0;
+}
+
+__device__ __forceinline__ uint64_t* Word(uint8_t* workspace, int64_t offset,
+                                          int64_t index) {
+  return reinterpret_cast<uint64_t*>(workspace + offset) + index;
+}
+
+__device__ inline void WriteHostRecord(ErrorRecord* host, const ErrorRecord& record) {
+  volatile ErrorRecord* out = host;
+  out->phase = record.phase;
+  out->rank = record.rank;
+  out->peer = record.peer;
+  out->channel = record.channel;
+  out->expected = record.expected;
+  out->seen = record.seen;
+  out->call = record.call;
+  out->waited_ns = record.waited_ns;
+  // Pairs with the host's acquire of `written`.
+  ptx::StoreReleaseSystem(&host->written, 1u);
+}
+
+// Records why this thread gave up, unless another one was faster, and tells all
+// ranks. Any thread may call it.
+__device__ __noinline__ void GiveUp(const CommonParams* common, CallState* state,
+                                    int phase, int peer, int channel, uint64_t expected,
+                                    uint64_t seen, uint64_t waited_ns) {
+  Control* control = ControlOf(*common, common->rank);
+  if (atomicExch(&control->reported, 1u) == 0) {
+    ErrorRecord record{};
+    record.written = 1;
+    record.phase = phase;
+    record.rank = common->rank;
+    record.peer = peer;
+    record.channel = channel;
+    record.expected = expected;
+    record.seen = seen;
+    record.call = state->number;
+    record.waited_ns = waited_ns;
+    WriteHostRecord(common->error, record);
+    for (int rank = 0; rank < common->num_ranks; ++rank) {
+      reinterpret_cast<ErrorRecord*>(common->peers[rank] +
+                                     kErrorsOffset)[common->rank] = record;
+      // Pairs with the acquire of `abort` in CheckAbort and BeginCall.
+      ptx::StoreReleaseSystem(&ControlOf(*common, rank)->abort, 1 + common->rank);
+    }
+  }
+  *static_cast<volatile uint32_t*>(&state->failed) = 1;
+}
+
+// Fails this block if a rank, this one included, has given up; the first block to
+// see that tells the host what the other rank wrote.
+__device__ __noinline__ bool CheckAbort(const CommonParams* common, CallState* state) {
+  Control* control = ControlOf(*common, common->rank);
+  // Pairs with the release of `abort` in GiveUp: the record is complete.
+  const uint64_t abort = ptx::LoadAcquireSystem(&control->abort);
+  if (abort == 0) return false;
+  if (atomicExch(&control->reported, 1u) == 0) {
+    const ErrorRecord* records =
+        reinterpret_cast<ErrorRecord*>(common->peers[common->rank] + kErrorsOffset);
+    WriteHostRecord(common->error, records[abort - 1]);
+  }
+  *static_cast<volatile uint32_t*>(&state->failed) = 1;
+  return true;
+}
+
+// Counts a wait's rounds and looks at the clock and the abort word in some of them.
+class Patience {
+ public:
+  // Whether to stop waiting: the block has failed, or the limit has passed. In the
+  // second case `Overdue` is true and the caller must GiveUp.
+  __device__ __forceinline__ bool Over(const CommonParams* common, CallState* state) {
+    if ((++rounds_ & 31) != 0) return false;
+    return Look(common, state);
+  }
+  __device__ __forceinline__ bool Overdue() const { return overdue_; }
+  __device__ __forceinline__ uint64_t WaitedNs() const { return waited_; }
+
+ private:
+  __device__ __forceinline__ bool Look(const CommonParams* common, CallState* state) {
+    if (Failed(state) || CheckAbort(common, state)) return true;
+    const uint64_t now = ptx::Nanoseconds();
+    if (start_ == 0) start_ = now;
+    waited_ = now - start_;
+    overdue_ = waited_ > common->timeout_ns;
+    return overdue_;
+  }
+
+  uint32_t rounds_ = 0;
+  bool overdue_ = false;
+  uint64_t start_ = 0;
+  uint64_t waited_ = 0;
+};
+
+// Waits, all lanes of a warp together, until `*word >= expected` in each lane that
+// `needs` it. Words only grow. Returns what the lane saw last; after a failure that
+// may be less. `peer` is the lane's own.
+__device__ __noinline__ uint64_t AwaitAtLeast(const CommonParams* common,
+                                              CallState* state, Phase phase, int peer,
+                                              int channel, const uint64_t* word,
+                                              uint64_t expected, bool needs) {
+  uint64_t seen = 0;
+  if (__any_sync(kAllLanes, Failed(state))) return seen;
+  Patience patience;
+  while (true) {
+    if (needs) {
+      // Pairs with the release that the caller names.
+      seen = ptx::LoadAcquireSystem(word);
+      needs = seen < expected;
+    }
+    const uint32_t waiting = __ballot_sync(kAllLanes, needs);
+    if (waiting == 0) return seen;
+    // One lane looks, so that all stop together.
+    bool over = false;
+    if (Lane() == __ffs(waiting) - 1) {
+      over = patience.Over(common, state);
+      if (over && patience.Overdue()) {
+        GiveUp(common, state, phase, peer, channel, expected, seen,
+               patience.WaitedNs());
+      }
+    }
+    if (__any_sync(kAllLanes, over)) return seen;
+  }
+}
+
+// Enters a call; all threads of the block. `signature` tells calls that could run at
+// the same time apart and is not 0. Afterwards the block may have failed already.
+__device__ __forceinline__ void BeginCall(const CommonParams& common,
+                                          uint64_t signature, bool ring_call,
+                                          CallState* state) {
+  if (threadIdx.x == 0) {
+    Control* control = ControlOf(common, common.rank);
+    state->failed = 0;
+    state->last = 0;
+    const uint64_t other =
+        atomicCAS(reinterpret_cast<unsigned long long*>(&control->busy), 0ull,
+                  static_cast<unsigned long long>(signature));
+    state->entered = other == 0 || other == signature;
+    // Only the last block of a call changes these, after all blocks entered.
+    state->number = ring_call ? control->ring_calls + 1 : control->id_rounds;
+    if (!CheckAbort(&common, state)) {
+      if (!state->entered) {
+        GiveUp(&common, state, kPhaseOverlap, -1, -1, signature, other, 0);
+      } else if (common.rank_operand != nullptr &&
+                 common.rank_operand[0] != common.rank) {
+        GiveUp(&common, state, kPhaseRankMismatch, -1, -1, common.rank,
+               static_cast<uint64_t>(common.rank_operand[0]), 0);
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// Leaves a call; all threads of the block, their own writes complete. In a failed
+// call `poison(part, parts)` overwrites a share of the outputs: every block its own,
+// in case others never come, and the last block everything. The last block of a good
+// call runs `finish()`, then opens the workspace for the next call.
+template <class Poison, class Finish>
+__device__ __forceinline__ void EndCall(const CommonParams& common, CallState* state,
+                                        Poison poison, Finish finish) {
+  Control* control = ControlOf(common, common.rank);
+  __syncthreads();
+  if (Failed(state)) {
+    poison(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+    __syncthreads();
+  }
+  if (threadIdx.x == 0 && state->entered) {
+    // Acquire-release, so that the last block's done words (`finish`) come after all
+    // that this device's blocks read and wrote.
+    const uint32_t before = ptx::AddAcquireReleaseDevice(&control->blocks_done, 1);
+    if (before == gridDim.x - 1) {
+      state->last = 1;
+      CheckAbort(&common, state);
+    }
+  }
+  __syncthreads();
+  if (!state->last) return;
+  if (Failed(state)) {
+    poison(0, 1);
+  } else {
+    finish();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    control->blocks_done = 0;
+    control->barrier = 0;
+    control->invalid_ids = 0;
+    control->busy = 0;
+  }
+}
+
+// Tells every rank that this one has read all they sent in ring call `number`, and
+// counts the call; threads of the last block.
+__device__ __forceinline__ void FinishRingCall(const CommonParams& common,
+                                               const CallState* state) {
+  if (threadIdx.x < common.num_ranks) {
+    // Pairs with the acquire in Sender::Begin of a later call.
+    ptx::StoreReleaseSystem(Word(common.peers[threadIdx.x], kDoneOffset, common.rank),
+                            state->number);
+  }
+  if (threadIdx.x == 0) ControlOf(common, common.rank)->ring_calls = state->number;
+}
+
+// Sets this part of `bytes` bytes at `out` (16-byte aligned) to `value`; all threads
+// of the block.
+__device__ __noinline__ void FillBytes(void* out, int64_t bytes, uint8_t value,
+                                       int part, int parts) {
+  uint8_t* data = static_cast<uint8_t*>(out);
+  const uint32_t four = value * 0x01010101u;
+  const int64_t vectors = bytes / 16;
+  const int64_t step = static_cast<int64_t>(parts) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(part) * blockDim.x + threadIdx.x; i < vectors;
+       i += step) {
+    reinterpret_cast<uint4*>(data)[i] = make_uint4(four, four, four, four);
+  }
+  if (part == 0 && threadIdx.x < bytes % 16) data[vectors * 16 + threadIdx.x] = value;
+}
+
+// NaN in every float type, -1 in every signed integer type.
+constexpr uint8_t kPoison = 0xff;
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_FFI_CUDA_CALL_CUH_

@@ -1,0 +1,557 @@
+// Dispatch: each token crosses the link once per destination rank and is written to
+// all its rows there, while others are still under way.
+//
+// A block has, per channel, a sender warp and a receiver warp, and one warp for the
+// gaps. The sender loads a token's row into shared memory once and copies it from
+// there to the ring of every destination and to its rows on this rank. The receiver
+// copies ring slots to shared memory and from there to each row. Rows travel in
+// pieces; `item` is a piece of a token.
+
+#ifndef JAX_EP_FFI_CUDA_DISPATCH_CUH_
+#define JAX_EP_FFI_CUDA_DISPATCH_CUH_
+
+#include "call.cuh"
+#include "launch_shape.h"
+#include "ptx.cuh"
+#include "ring.cuh"
+#include "routing.cuh"
+#include "workspace.h"
+
+namespace jax_ep::cuda {
+
+// `Config` has kRanks, kTopk, kHasWeights, kNumLeaves and LeafBytes(leaf).
+template <class Config>
+class Dispatch {
+ public:
+  static constexpr int kRanks = Config::kRanks;
+  static constexpr int kTopk = Config::kTopk;
+  static constexpr int kPerLane = (kRanks + 31) / 32;
+
+  static constexpr int64_t LeafOffset(int leaf) {
+    int64_t offset = 0;
+    for (int i = 0; i < leaf; ++i) offset += AlignUp(Config::LeafBytes(i), 16);
+    return offset;
+  }
+
+  static constexpr DispatchShape kShape = MakeDispatchShape(
+      MakeWire(LeafOffset(Config::kNumLeaves), kTopk, Config::kHasWeights));
+  static constexpr int kPieceBytes = kShape.wire.piece_bytes;
+  static constexpr int kSlotBytes = kShape.wire.slot_bytes;
+  static constexpr int kNumPieces = kShape.wire.num_pieces;
+  static constexpr int kThreads = 32 * (2 * kShape.channels + 1);
+
+  // Whether bulk copies can move a leaf's rows; else the warp copies them itself.
+  static constexpr bool IsBulk(int leaf) { return Config::LeafBytes(leaf) % 16 == 0; }
+
+  __device__ static void Run(const DispatchParams& params, uint8_t* shared) {
+    __shared__ CallState state;
+    const CommonParams& common = params.common;
+    const uint64_t signature = reinterpret_cast<uint64_t>(params.recv[0]) * 4 + 2;
+    BeginCall(common, signature, /*ring_call=*/true, &state);
+
+    const RingShape ring = MakeRing(kRanks, kSlotBytes, gridDim.x * kShape.channels);
+    const int warp = threadIdx.x / 32;
+    const int channel = blockIdx.x + (warp >> 1) * gridDim.x;
+    if (warp == 2 * kShape.channels) {
+      ZeroGaps(params, shared);
+    } else if (channel < ring.channels) {
+      if ((warp & 1) == 0) {
+        Send(params, &state, channel, ring, SenderShared(shared, warp >> 1));
+      } else {
+        Receive(params, &state, channel, ring, ReceiverShared(shared, warp >> 1));
+      }
+    }
+    EndCall(
+        common, &state, [&](int part, int parts) { Poison(params, part, parts); },
+        [&] { FinishRingCall(common, &state); });
+  }
+
+ private:
+  // Shared memory of a warp: pieces first, which need 128-byte alignment.
+  struct Part {
+    uint8_t* stages;
+    uint64_t* barriers;
+    int2* queue;  // [stage][lane]
+    int32_t* batches;
+    uint64_t* masks;  // [pair of a batch], sender only
+  };
+  static constexpr int64_t StageBytes(int stages) {
+    return static_cast<int64_t>(stages) * kSlotBytes;
+  }
+  static constexpr int64_t kChannelStages = kShape.send_stages + kShape.recv_stages;
+
+  __device__ static __forceinline__ Part SenderShared(uint8_t* shared, int index) {
+    Part part;
+    part.stages = shared + kZeroBytes + index * StageBytes(kChannelStages);
+    uint8_t* meta = Meta(shared, index);
+    part.queue = reinterpret_cast<int2*>(meta);
+    meta += kChannelStages * kQueueBytes;
+    part.batches = reinterpret_cast<int32_t*>(meta);
+    part.masks = reinterpret_cast<uint64_t*>(meta + 2 * 3 * kBatchEntries * 4);
+    meta += kSenderMetaBytes + kReceiverMetaBytes;
+    part.barriers = reinterpret_cast<uint64_t*>(meta);
+    return part;
+  }
+  __device__ static __forceinline__ Part ReceiverShared(uint8_t* shared, int index) {
+    Part part = SenderShared(shared, index);
+    part.stages += StageBytes(kShape.send_stages);
+    part.queue += kShape.send_stages * 32;
+    part.batches += kSenderMetaBytes / 4;
+    part.barriers += kShape.send_stages;
+    return part;
+  }
+  __device__ static __forceinline__ uint8_t* Meta(uint8_t* shared, int index) {
+    return shared + kZeroBytes + kShape.channels * StageBytes(kChannelStages) +
+           index * (kChannelStages * (kQueueBytes + 8) + kSenderMetaBytes +
+                    kReceiverMetaBytes);
+  }
+
+  // The part of a piece that belongs to a leaf: bytes [begin, end) of the piece, which
+  // are bytes `from` and on of the leaf's row. `end` is beyond the row where the wire
+  // pads.
+  struct Segment {
+    int32_t begin, end;
+    int64_t from;
+  };
+  __device__ static __forceinline__ Segment LeafSegment(int leaf, int piece) {
+    const int64_t offset = LeafOffset(leaf);
+    const int64_t padded = AlignUp(Config::LeafBytes(leaf), 16);
+    const int64_t start = static_cast<int64_t>(piece) * kPieceBytes;
+    const int64_t begin = Max(offset, start);
+    const int64_t end = Min(offset + padded, start + kPieceBytes);
+    return {static_cast<int32_t>(begin - start),
+            static_cast<int32_t>(Max(begin, end) - start), begin - offset};
+  }
+
+  // Bytes that the ring carries for a piece.
+  __device__ static __forceinline__ uint32_t WireBytes(int piece) {
+    if (piece == 0 && Config::kHasWeights) {
+      return kPieceBytes + kShape.wire.extra_bytes;
+    }
+    return static_cast<uint32_t>(
+        Min(kPieceBytes,
+            kShape.wire.row_bytes - static_cast<int64_t>(piece) * kPieceBytes));
+  }
+
+  // The widest access that fits every row of a leaf that bulk copies cannot move.
+  template <int kBytes>
+  __device__ static __forceinline__ void CopyRow(uint8_t* to, const uint8_t* from,
+                                                 int64_t bytes) {
+    using Unit = typename UnitOf<kBytes>::Type;
+    for (int64_t i = Lane(); i < bytes / kBytes; i += 32) {
+      reinterpret_cast<Unit*>(to)[i] = reinterpret_cast<const Unit*>(from)[i];
+    }
+  }
+  template <int kBytes, class = void>
+  struct UnitOf;
+  template <class Void>
+  struct UnitOf<1, Void> {
+    using Type = uint8_t;
+  };
+  template <class Void>
+  struct UnitOf<2, Void> {
+    using Type = uint16_t;
+  };
+  template <class Void>
+  struct UnitOf<4, Void> {
+    using Type = uint32_t;
+  };
+  template <class Void>
+  struct UnitOf<8, Void> {
+    using Type = uint64_t;
+  };
+  static constexpr int UnitBytes(int64_t row_bytes) {
+    return row_bytes % 8 == 0 ? 8 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1;
+  }
+
+  // Copies rows of a leaf that is not IsBulk between global and shared memory.
+  template <int kLeaf>
+  __device__ static __forceinline__ void LoadSmall(const DispatchParams& params,
+                                                   int64_t token, int piece,
+                                                   uint8_t* stage) {
+    if constexpr (!IsBulk(kLeaf)) {
+      constexpr int64_t kBytes = Config::LeafBytes(kLeaf);
+      const Segment part = LeafSegment(kLeaf, piece);
+      CopyRow<UnitBytes(kBytes)>(
+          stage + part.begin,
+          static_cast<const uint8_t*>(params.x[kLeaf]) + token * kBytes + part.from,
+          Min(part.end - part.begin, kBytes - part.from));
+    }
+    if constexpr (kLeaf + 1 < Config::kNumLeaves) {
+      LoadSmall<kLeaf + 1>(params, token, piece, stage);
+    }
+  }
+  template <int kLeaf>
+  __device__ static __forceinline__ void StoreSmall(const DispatchParams& params,
+                                                    int64_t row, int piece,
+                                                    const uint8_t* stage) {
+    if constexpr (!IsBulk(kLeaf)) {
+      constexpr int64_t kBytes = Config::LeafBytes(kLeaf);
+      const Segment part = LeafSegment(kLeaf, piece);
+      CopyRow<UnitBytes(kBytes)>(
+          static_cast<uint8_t*>(params.recv[kLeaf]) + row * kBytes + part.from,
+          stage + part.begin, Min(part.end - part.begin, kBytes - part.from));
+    }
+    if constexpr (kLeaf + 1 < Config::kNumLeaves) {
+      StoreSmall<kLeaf + 1>(params, row, piece, stage);
+    }
+  }
+  static constexpr bool HasSmall() {
+    for (int i = 0; i < Config::kNumLeaves; ++i) {
+      if (!IsBulk(i)) return true;
+    }
+    return false;
+  }
+
+  // Starts the load of a token's piece; one lane.
+  __device__ static __forceinline__ void LoadBulk(const DispatchParams& params,
+                                                  int64_t token, int piece,
+                                                  uint8_t* stage, uint64_t* barrier) {
+    uint32_t bytes = 0;
+#pragma unroll
+    for (int i = 0; i < Config::kNumLeaves; ++i) {
+      const Segment part = LeafSegment(i, piece);
+      if (IsBulk(i)) bytes += part.end - part.begin;
+    }
+    ptx::BarrierArriveExpect(barrier, bytes);
+#pragma unroll
+    for (int i = 0; i < Config::kNumLeaves; ++i) {
+      const Segment part = LeafSegment(i, piece);
+      if (!IsBulk(i) || part.begin >= part.end) continue;
+      ptx::BulkLoad(stage + part.begin,
+                    static_cast<const uint8_t*>(params.x[i]) +
+                        token * Config::LeafBytes(i) + part.from,
+                    part.end - part.begin, barrier);
+    }
+  }
+
+  // Copies a piece to a row of this rank in each lane that has one; all lanes.
+  __device__ static __forceinline__ void StoreRows(const DispatchParams& params,
+                                                   int row, int piece,
+                                                   const uint8_t* stage) {
+    if (row >= 0) {
+#pragma unroll
+      for (int i = 0; i < Config::kNumLeaves; ++i) {
+        const Segment part = LeafSegment(i, piece);
+        if (!IsBulk(i) || part.begin >= part.end) continue;
+        ptx::BulkStore(static_cast<uint8_t*>(params.recv[i]) +
+                           static_cast<int64_t>(row) * Config::LeafBytes(i) + part.from,
+                       stage + part.begin, part.end - part.begin);
+      }
+    }
+    if constexpr (HasSmall()) {
+      for (uint32_t lanes = __ballot_sync(kAllLanes, row >= 0); lanes != 0;
+           lanes &= lanes - 1) {
+        StoreSmall<0>(params, __shfl_sync(kAllLanes, row, __ffs(lanes) - 1), piece,
+                      stage);
+      }
+    }
+  }
+
+  // Lane 31 - k acts for entry k, so that lanes 0, 1, ... are left to act for ranks.
+  __device__ static __forceinline__ int MyEntry() { return 31 - Lane(); }
+
+  // Items per queue entry: {row of this rank, piece and the ranks to send to}.
+  static constexpr int kFlagBits = kPerLane;
+  // And of the receiver: {row, piece and source}.
+  static constexpr int kRankBits = 6;
+  static_assert(1 << kRankBits == kMaxRanks, "");
+
+  __device__ static __forceinline__ void Send(const DispatchParams& params,
+                                              CallState* state, int channel,
+                                              RingShape ring, Part part) {
+    constexpr int kStages = kShape.send_stages;
+    constexpr int kAhead = kStages / 2;  // items loaded before their turn
+    const CommonParams& common = params.common;
+    const int me = common.rank;
+    const auto token_of = [=](int pair) -> int64_t {
+      return channel + static_cast<int64_t>(pair) * ring.channels;
+    };
+
+    RoutingBatches<kTopk, Config::kHasWeights ? 3 : 2, 0> batches;
+    const float* const none[1] = {nullptr};
+    const int num_tokens = TokensOfChannel(params.num_tokens, channel, ring.channels);
+    if constexpr (Config::kHasWeights) {
+      const int32_t* const arrays[3] = {
+          params.slot, params.slot_rank,
+          reinterpret_cast<const int32_t*>(params.weights)};
+      batches.Start(part.batches, num_tokens, arrays, none, token_of);
+    } else {
+      const int32_t* const arrays[2] = {params.slot, params.slot_rank};
+      batches.Start(part.batches, num_tokens, arrays, none, token_of);
+    }
+    InitBarriers(part.barriers, kStages);
+    Sender<kRanks> sender(common, state, channel, ring, kSlotBytes, kPhaseDispatchReuse,
+                          kPhaseDispatchCredit);
+
+    uint32_t pairs = 0;  // of the batch, not yet begun
+    int piece = 0;       // of the first of them, next to load
+    bool more = true;
+    uint32_t loaded = 0, handled = 0;
+    while (true) {
+      while (loaded - handled <= kAhead) {
+        // The next token with a destination.
+        while (more && pairs == 0) {
+          more = batches.Next(token_of);
+          if (more) pairs = Destinations(batches, me, part.masks);
+        }
+        if (!more) break;
+        const int pair = __ffs(pairs) - 1;
+        const uint32_t stage = loaded % kStages;
+        // Stores of the item that used the stage before have read it.
+        ptx::BulkWaitRead<kStages - 1 - kAhead>();
+        __syncwarp();
+        const int64_t token = token_of(batches.FirstPair() + pair);
+        const uint64_t mask = part.masks[pair];
+        const int k = MyEntry();
+        int row = -1;
+        if (k < kTopk && batches.Entry(1, pair, k) == me) {
+          row = batches.Entry(0, pair, k);
+        }
+        int flags = piece << kFlagBits;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          const int rank = Lane() + 32 * i;
+          if (rank != me && (mask >> rank & 1) != 0) flags |= 1 << i;
+        }
+        part.queue[stage * 32 + Lane()] = make_int2(row, flags);
+        uint8_t* bytes = part.stages + stage * kSlotBytes;
+        if (Config::kHasWeights && piece == 0 && k < kTopk) {
+          const int weight = batches.Entry(Config::kHasWeights ? 2 : 0, pair, k);
+          reinterpret_cast<int32_t*>(bytes + kPieceBytes)[k] = weight;
+          if (row >= 0) params.recv_weights[row] = __int_as_float(weight);
+        }
+        if (HasSmall()) LoadSmall<0>(params, token, piece, bytes);
+        if (HasSmall() || Config::kHasWeights) {
+          ptx::FenceSharedForBulk();
+          __syncwarp();
+        }
+        if (Lane() == 0) {
+          LoadBulk(params, token, piece, bytes, part.barriers + stage);
+        }
+        ++loaded;
+        if (++piece == kNumPieces) {
+          piece = 0;
+          pairs &= pairs - 1;
+        }
+      }
+      if (loaded == handled) break;
+
+      const uint32_t stage = handled % kStages;
+      const int2 item = part.queue[stage * 32 + Lane()];
+      const int item_piece = kNumPieces == 1 ? 0 : item.y >> kFlagBits;
+      uint8_t* bytes = part.stages + stage * kSlotBytes;
+      // Pairs with the copy engine's completion of LoadBulk.
+      ptx::BarrierWait(part.barriers + stage, handled / kStages & 1);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const bool wanted = (item.y >> i & 1) != 0;
+        sender.Reserve(i, wanted);
+        if (wanted) sender.Send(i, bytes, WireBytes(item_piece));
+      }
+      StoreRows(params, item.x, item_piece, bytes);
+      sender.Commit();
+      ++handled;
+    }
+    sender.Flush();
+  }
+
+  // Finds each pair's destination ranks; returns the pairs that have any.
+  template <class Batches>
+  __device__ static __forceinline__ uint32_t Destinations(const Batches& batches,
+                                                          int me, uint64_t* masks) {
+    uint64_t mask = 0;
+    if (Lane() < Batches::kPairs) {
+#pragma unroll
+      for (int k = 0; k < kTopk; ++k) {
+        // Entries past the end have slot -1 and no rank.
+        if (batches.Entry(0, Lane(), k) >= 0) {
+          mask |= 1ull << (batches.Entry(1, Lane(), k) & 63);
+        }
+      }
+      masks[Lane()] = mask;
+    }
+    return __ballot_sync(kAllLanes, mask != 0);
+  }
+
+  __device__ static __forceinline__ void Receive(const DispatchParams& params,
+                                                 CallState* state, int channel,
+                                                 RingShape ring, Part part) {
+    constexpr int kStages = kShape.recv_stages;
+    constexpr int kAhead = kStages / 2;
+    constexpr int kSources = kRanks - 1;
+    if constexpr (kSources > 0) {
+      const CommonParams& common = params.common;
+      // Sources in ascending order from the next rank on, so that ranks do not all
+      // listen to the same one.
+      const auto source_of = [=](int pair) {
+        const int source = common.rank + 1 + pair % kSources;
+        return source >= kRanks ? source - kRanks : source;
+      };
+      const auto index = [=](int pair) -> int64_t {
+        return source_of(pair) * params.num_tokens + channel +
+               static_cast<int64_t>(pair / kSources) * ring.channels;
+      };
+      RoutingBatches<kTopk, 1, 0> batches;
+      const int32_t* const arrays[1] = {params.recv_slot};
+      const float* const none[1] = {nullptr};
+      batches.Start(
+          part.batches,
+          TokensOfChannel(params.num_tokens, channel, ring.channels) * kSources, arrays,
+          none, index);
+      InitBarriers(part.barriers, kStages);
+      Receiver<kRanks> receiver(common, state, channel, ring, kSlotBytes,
+                                kPhaseDispatchRows);
+
+      uint32_t pairs = 0;
+      int piece = 0;
+      bool more = true;
+      uint32_t loaded = 0, handled = 0;
+      while (true) {
+        while (loaded - handled <= kAhead) {
+          while (more && pairs == 0) {
+            more = batches.Next(index);
+            if (!more) break;
+            bool any = false;
+            if (Lane() < batches.kPairs) {
+#pragma unroll
+              for (int k = 0; k < kTopk; ++k) {
+                any |= batches.Entry(0, Lane(), k) >= 0;
+              }
+            }
+            pairs = __ballot_sync(kAllLanes, any);
+          }
+          if (!more) break;
+          const int pair = __ffs(pairs) - 1;
+          const int source = source_of(batches.FirstPair() + pair);
+          if (!receiver.Arrived(source)) {
+            if (loaded != handled) break;  // first what is here
+            receiver.Await(source);
+          }
+          const uint32_t stage = loaded % kStages;
+          ptx::BulkWaitRead<kStages - 1 - kAhead>();
+          __syncwarp();
+          const int k = MyEntry();
+          const int row = k < kTopk ? batches.Entry(0, pair, k) : -1;
+          part.queue[stage * 32 + Lane()] = make_int2(row, piece << kRankBits | source);
+          const uint8_t* slot;
+          if (receiver.Take(source, &slot)) {
+            const uint32_t bytes = WireBytes(piece);
+            ptx::BarrierArriveExpect(part.barriers + stage, bytes);
+            ptx::BulkLoad(part.stages + stage * kSlotBytes, slot, bytes,
+                          part.barriers + stage);
+          }
+          ++loaded;
+          if (++piece == kNumPieces) {
+            piece = 0;
+            pairs &= pairs - 1;
+          }
+        }
+        if (loaded == handled) break;
+
+        const uint32_t stage = handled % kStages;
+        const int2 item = part.queue[stage * 32 + Lane()];
+        const uint8_t* bytes = part.stages + stage * kSlotBytes;
+        // Pairs with the copy engine's completion of the load above.
+        ptx::BarrierWait(part.barriers + stage, handled / kStages & 1);
+        const int item_piece = kNumPieces == 1 ? 0 : item.y >> kRankBits;
+        receiver.Consume(item.y & (kMaxRanks - 1));
+        StoreRows(params, item.x, item_piece, bytes);
+        if (Config::kHasWeights && item_piece == 0 && item.x >= 0) {
+          params.recv_weights[item.x] =
+              reinterpret_cast<const float*>(bytes + kPieceBytes)[MyEntry()];
+        }
+        ptx::BulkCommit();
+        ++handled;
+      }
+      ptx::BulkWaitWritten<0>();
+    }
+  }
+
+  __device__ static __forceinline__ void InitBarriers(uint64_t* barriers, int count) {
+    if (Lane() < count) ptx::BarrierInit(barriers + Lane(), 1);
+    ptx::BarrierInitFence();
+    __syncwarp();
+  }
+
+  // Zeroes the rows between groups and after the last; one warp per block.
+  __device__ static __forceinline__ void ZeroGaps(const DispatchParams& params,
+                                                  uint8_t* zeros) {
+    for (int i = Lane(); i < kZeroBytes / 16; i += 32) {
+      reinterpret_cast<uint4*>(zeros)[i] = make_uint4(0, 0, 0, 0);
+    }
+    ptx::FenceSharedForBulk();
+    __syncwarp();
+    const int groups = params.num_local_experts;
+    // Small gaps: a lane each, the rows of a gap dealt out to blocks.
+    for (int group = Lane(); group < groups - 1; group += 32) {
+      const int64_t begin = params.group_offsets[group] + params.group_counts[group];
+      const int64_t end = params.group_offsets[group + 1];
+      const int64_t first = (blockIdx.x + gridDim.x - group % gridDim.x) % gridDim.x;
+      for (int64_t row = begin + first; row < end; row += gridDim.x) {
+        ZeroRows(params, zeros, row, row + 1, 0, 1);
+        if (Config::kHasWeights) params.recv_weights[row] = 0;
+      }
+    }
+    // The rest of the buffer, a contiguous share per block. Few lanes keep few stores
+    // in flight, unless there is so much to zero that it decides the time.
+    const int64_t used =
+        params.group_offsets[groups - 1] + params.group_counts[groups - 1];
+    const int64_t rest = params.capacity - used;
+    const int64_t begin = used + rest * blockIdx.x / gridDim.x;
+    const int64_t end = used + rest * (blockIdx.x + 1) / gridDim.x;
+    const int lanes = static_cast<int>(
+        Min(16, 1 + (end - begin) * kShape.wire.row_bytes / kZeroBytesPerLane));
+    if (Lane() < lanes) ZeroRows(params, zeros, begin, end, Lane(), lanes);
+    if (Config::kHasWeights) {
+      for (int64_t row = begin + Lane(); row < end; row += 32) {
+        params.recv_weights[row] = 0;
+      }
+    }
+    ptx::BulkWaitWritten<0>();
+  }
+
+  // So many bytes to zero per block engage one more lane.
+  static constexpr int64_t kZeroBytesPerLane = 1 * kMiB;
+
+  // Zeroes rows [begin, end) of every leaf: chunks `lane`, `lane + lanes`, ... of each
+  // leaf's bytes.
+  __device__ static __forceinline__ void ZeroRows(const DispatchParams& params,
+                                                  const uint8_t* zeros, int64_t begin,
+                                                  int64_t end, int lane, int lanes) {
+#pragma unroll
+    for (int i = 0; i < Config::kNumLeaves; ++i) {
+      uint8_t* data = static_cast<uint8_t*>(params.recv[i]);
+      const int64_t first = begin * Config::LeafBytes(i);
+      const int64_t last = end * Config::LeafBytes(i);
+      const int64_t bulk_first = Min(last, AlignUp(first, 16));
+      const int64_t bulk_last = Max(bulk_first, last / 16 * 16);
+      if (lane == 0 && !IsBulk(i)) {
+        for (int64_t b = first; b < bulk_first; ++b) data[b] = 0;
+        for (int64_t b = bulk_last; b < last; ++b) data[b] = 0;
+      }
+      for (int64_t b = bulk_first + static_cast<int64_t>(lane) * kZeroBytes;
+           b < bulk_last; b += static_cast<int64_t>(lanes) * kZeroBytes) {
+        ptx::BulkStore(data + b, zeros,
+                       static_cast<uint32_t>(Min(kZeroBytes, bulk_last - b)));
+        ptx::BulkCommit();
+        ptx::BulkWaitWritten<1>();  // leaves the memory to rows that somebody awaits
+      }
+    }
+  }
+
+  __device__ static void Poison(const DispatchParams& params, int part, int parts) {
+#pragma unroll
+    for (int i = 0; i < Config::kNumLeaves; ++i) {
+      FillBytes(params.recv[i], params.capacity * Config::LeafBytes(i), kPoison, part,
+                parts);
+    }
+    if (Config::kHasWeights) {
+      FillBytes(params.recv_weights, params.capacity * 4, kPoison, part, parts);
+    }
+  }
+};
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_FFI_CUDA_DISPATCH_CUH_
