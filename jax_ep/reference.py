@@ -121,6 +121,7 @@ def combine(
             # A rank without rows sends +0, and adding that changes no bit: no sum
             # that starts at +0 is ever -0.
             total = total + partials[rank].astype(jnp.float32)
+        total = _started_at_zero(total)
         if has_bias:
             total = total + leaves[num_leaves + index].astype(jnp.float32)
         results.append(total.astype(leaf.dtype))
@@ -140,7 +141,12 @@ def _partials(leaf, weights, recv_slot):
         if weights is not None:
             values = values * weights[read][..., None]
         total = total + jnp.where(row[..., None] >= 0, values, 0)
-    return total
+    return _started_at_zero(total)
+
+
+def _started_at_zero(total):
+    # XLA takes `0 + x` for x, which it is not for -0.
+    return jnp.where(total == 0, jnp.zeros_like(total), total)
 
 
 def _count_and_number(expert, *, num_experts):
