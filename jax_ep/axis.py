@@ -27,6 +27,7 @@ class ExpertAxis:
 
     @property
     def other_names(self) -> tuple[str, ...]:
+        """The mesh axes that groups differ in, in mesh order."""
         return tuple(name for name, _ in self.mesh_axes if name not in self.names)
 
     @property
@@ -59,8 +60,8 @@ def expert_axis(operation: str, axis_name: str | Sequence[str]) -> ExpertAxis:
     shown = axis_label(names)
     if mesh.empty or not mesh.manual_axes:
         raise ValueError(
-            f'jax_ep.{operation}: axis_name (="{shown}") must be an axis of an enclosing '
-            "jax.shard_map, and no shard_map encloses this call."
+            f'jax_ep.{operation}: axis_name (="{shown}") must be an axis of an '
+            "enclosing jax.shard_map, and no shard_map encloses this call."
         )
     for name in names:
         if name not in mesh.axis_names:

@@ -71,8 +71,8 @@ def combine(
     if bias is not None:
         if jax.tree.structure(bias) != jax.tree.structure(y):
             raise ValueError(
-                f"jax_ep.{op}: bias must be a tree like y, {jax.tree.structure(y)}, and "
-                f"is {jax.tree.structure(bias)}."
+                f"jax_ep.{op}: bias must be a tree like y, {jax.tree.structure(y)}, "
+                f"and is {jax.tree.structure(bias)}."
             )
         bias_leaves, _ = to_wire(op, "bias", bias, handle.num_tokens)
         for leaf, bias_leaf, row in zip(
@@ -80,8 +80,8 @@ def combine(
         ):
             if bias_leaf.shape[1] != leaf.shape[1]:
                 raise ValueError(
-                    f"jax_ep.{op}: bias must have rows of {leaf.shape[1]} elements as y "
-                    f"has, and has shape {row.shape}."
+                    f"jax_ep.{op}: bias must have rows of {leaf.shape[1]} elements as "
+                    f"y has, and has shape {row.shape}."
                 )
             if row.dtype != leaf.dtype:
                 raise TypeError(

@@ -46,8 +46,8 @@ def dispatch(
       ValueError: a shape that does not fit the handle. TypeError: a dtype.
 
     Derivative: `dx = combine(d_recv_x)` with the same handle, for float32, bfloat16 and
-    float16 arrays; others have none. `d_topk_weights[t, k] = d_recv_weights[slot[t, k]]`
-    (zero where the slot is masked or dropped), in the same call.
+    float16 arrays; others have none. In the same call, `d_topk_weights[t, k] =
+    d_recv_weights[slot[t, k]]`, zero where the slot is masked or dropped.
 
     On the wire: a token's row once per destination rank, not once per expert.
     """
@@ -76,6 +76,7 @@ def dispatch(
 
 
 def wire_is_f32(operation: str, name: str, wire_dtype: Any) -> bool:
+    """Whether partial sums cross the link unrounded."""
     if wire_dtype is None:
         return False
     if jnp.dtype(wire_dtype) != jnp.float32:

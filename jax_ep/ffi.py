@@ -1,7 +1,7 @@
 """The three primitives of the pipeline and the custom calls they lower to.
 
-A stage is one primitive, which lowers to the custom call of its name on CPU devices and
-on CUDA, with the same operands, results and attributes, and to `reference.py` elsewhere.
+A stage is one primitive. It lowers to the custom call of its name on CPU devices and on
+CUDA, with the same operands, results and attributes, and to `reference.py` elsewhere.
 Lowering, not tracing, is where the platform is known: only there are CUDA kernels
 compiled, and only there does the device learn its rank (an operand that the traced
 program must not see, or every result would vary over every mesh axis).
@@ -9,7 +9,6 @@ program must not see, or every result would vary over every mesh axis).
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -44,6 +43,7 @@ class Config:
 
     @property
     def num_local_experts(self) -> int:
+        """L = E / R."""
         return self.num_experts // self.axis.num_ranks
 
     def attributes(self) -> dict[str, Any]:

@@ -148,8 +148,8 @@ def dispatch_layout(
     num_tokens, num_topk = topk_idx.shape
     if not 1 <= num_topk <= MAX_TOPK:
         raise ValueError(
-            f"jax_ep.{op}: topk_idx has K = {num_topk} columns, and K must be from 1 to "
-            f"{MAX_TOPK}."
+            f"jax_ep.{op}: topk_idx has K = {num_topk} columns, and K must be from 1 "
+            f"to {MAX_TOPK}."
         )
     if num_experts > MAX_EXPERTS:
         raise ValueError(
@@ -216,15 +216,16 @@ def call_config(operation: str, handle: Handle) -> ffi.Config:
     label = axis_label(handle.axis_name)
     if axis.num_ranks != handle.num_ranks:
         raise ValueError(
-            f"jax_ep.{operation}: the handle was made for {handle.num_ranks} ranks, and "
-            f'axis "{label}" has {axis.num_ranks} here.'
+            f"jax_ep.{operation}: the handle was made for {handle.num_ranks} ranks, "
+            f'and axis "{label}" has {axis.num_ranks} here.'
         )
     shape = (handle.num_tokens, handle.num_topk)
     if handle.slot.shape != shape or handle.recv_slot.shape != (axis.num_ranks, *shape):
         raise ValueError(
             f"jax_ep.{operation}: the handle's slot and recv_slot must have shapes "
             f"{shape} and {(axis.num_ranks, *shape)} on each rank, and have "
-            f'{handle.slot.shape} and {handle.recv_slot.shape}: pass it with P("{label}").'
+            f"{handle.slot.shape} and {handle.recv_slot.shape}: pass it with "
+            f'P("{label}").'
         )
     return ffi.Config(
         axis,

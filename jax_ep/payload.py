@@ -14,6 +14,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def is_float(leaf: jax.Array) -> bool:
+    """Whether the leaf has a derivative here."""
     return any(leaf.dtype == dtype for dtype in FLOATS)
 
 
@@ -52,8 +53,8 @@ def to_wire(
         shown = name + jax.tree_util.keystr(path)
         if leaf.ndim == 0 or leaf.shape[0] != num_rows:
             raise ValueError(
-                f"jax_ep.{operation}: {shown} must have shape [{num_rows}, ...], and has "
-                f"{leaf.shape}."
+                f"jax_ep.{operation}: {shown} must have shape [{num_rows}, ...], and "
+                f"has {leaf.shape}."
             )
         if 0 in leaf.shape[1:]:
             raise ValueError(
@@ -62,8 +63,8 @@ def to_wire(
             )
         if floats_only and not is_float(leaf):
             raise TypeError(
-                f"jax_ep.{operation}: {shown} must be float32, bfloat16 or float16, and "
-                f"is {leaf.dtype}."
+                f"jax_ep.{operation}: {shown} must be float32, bfloat16 or float16, "
+                f"and is {leaf.dtype}."
             )
         wire, restore = _leaf_to_wire(operation, shown, leaf)
         wires.append(wire)
@@ -90,7 +91,9 @@ def _leaf_to_wire(operation: str, shown: str, leaf: jax.Array):
     leaf = lax.stop_gradient(leaf)
     if dtype == jnp.bool_:
         wire = leaf.astype(jnp.uint8)
-        return _flat(wire), lambda rows: rows.reshape(rows.shape[0], *tail).astype(jnp.bool_)
+        return _flat(wire), lambda rows: rows.reshape(rows.shape[0], *tail).astype(
+            jnp.bool_
+        )
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = jnp.stack([leaf.real, leaf.imag], axis=-1)
         wire = lax.bitcast_convert_type(parts, jnp.uint32)

@@ -129,7 +129,7 @@ def combine(
 
 
 def _partials(leaf, weights, recv_slot):
-    """`[R, T, W]` float32: per source token, the sum of this rank's rows by ascending k."""
+    """`[R, T, W]` float32: per source token, this rank's rows, summed by ascending k."""
     num_ranks, num_tokens, num_topk = recv_slot.shape
     total = jnp.zeros((num_ranks, num_tokens, leaf.shape[1]), jnp.float32)
     if not leaf.shape[0]:
@@ -160,7 +160,7 @@ def _count_and_number(expert, *, num_experts):
 
 
 def _fill(demand, capacity, *, block):
-    """Shares `capacity` rows, given out in blocks, among `demand` `[N]`: what each keeps.
+    """What each of `demand` `[N]` keeps of `capacity` rows, given out in blocks.
 
     The highest limit, a multiple of `block`, at which all fit; then, in order, one
     further block each while it fits.
