@@ -40,7 +40,9 @@ class Kernel:
 
     def source(self) -> str:
         """The text that is compiled."""
-        macros = "".join(f"#define JAX_EP_{name} {text}\n" for name, text in self.macros)
+        macros = "".join(
+            f"#define JAX_EP_{name} {text}\n" for name, text in self.macros
+        )
         return macros + _text(f"{self.stage}.cu")
 
 

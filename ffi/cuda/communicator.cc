@@ -118,7 +118,7 @@ std::string CheckPeers(const Driver& driver, Hello expected, CUstream stream,
              std::to_string(expected.num_ranks) + " ranks), got rank " +
              std::to_string(seen.rank) + " (kernel ABI " +
              std::to_string(seen.kernel_abi) + ", " + std::to_string(seen.num_ranks) +
-             " ranks). Do all processes run the same jax_ep?";
+             " ranks); all processes must run the same jax_ep";
     }
     workspace->num_sms = std::min(workspace->num_sms, seen.num_sms);
   }

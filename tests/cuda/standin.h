@@ -1,0 +1,35 @@
+// What the stand-in libraries offer to a test beyond the real ones' entry points.
+#pragma once
+
+#include <cstddef>
+
+#include "ffi/cuda/driver.h"
+#include "ffi/cuda/nccl.h"
+
+using StandinLaunchHook = void (*)(const jax_ep::cuda::LaunchConfig* config,
+                                   const char* kernel, void* params);
+
+struct StandinCounts {
+  int libraries = 0;  // loaded
+  int functions = 0;  // loaded, one per kernel and device
+  int launches = 0;
+};
+
+extern "C" {
+
+// libcuda.so.1
+jax_ep::cuda::CUstream standin_stream(int device);
+void standin_map(void* pointer, size_t bytes);  // becomes device memory
+void standin_unmap(void* pointer);
+void standin_fail(const char* call, int result);  // from now on; 0 to stop
+void standin_on_launch(StandinLaunchHook hook);
+StandinCounts standin_counts();
+
+// libnccl.so.2. A group's communicators come from a fixed pool, so that a group made
+// after another was destroyed lives at the same addresses.
+void standin_group(int num_ranks, int pool, jax_ep::cuda::ncclComm_t* communicators);
+void standin_destroy(jax_ep::cuda::ncclComm_t communicator);  // of a whole group
+void standin_swap_peers(bool swap);  // peers 0 and 1 are seen in each other's place
+void standin_fail_alloc(int rank);   // ncclMemAlloc fails for it; -1 for none
+int standin_registrations();
+}
