@@ -10,6 +10,7 @@ from jax import lax
 from jax_ep.axis import vary_alike
 from jax_ep.config import MoEConfig
 from jax_ep.layout import Handle
+from jax_ep.params import names_of
 from jax_ep.router import Routing
 
 
@@ -261,7 +262,7 @@ def _is_token(topk_idx: jax.Array) -> jax.Array:
 
 
 def _psum(tree, axis_name: str | Sequence[str]):
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = names_of(axis_name)
     if not names:
         return tree
     return lax.psum(vary_alike(names, tree), names)

@@ -17,7 +17,14 @@ from jax_ep.dispatch import dispatch
 from jax_ep.experts import experts, shared_experts
 from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
-from jax_ep.params import MoEParams, param_specs
+from jax_ep.params import (
+    MoEParams,
+    check_params,
+    keep_axes,
+    names_of,
+    param_info,
+    param_specs,
+)
 from jax_ep.router import router
 
 
@@ -27,7 +34,8 @@ def moe(
     config: MoEConfig,
     *,
     axis_name: str | Sequence[str] = "expert",
-    data_axes: str | Sequence[str] = (),
+    data_axes: str | Sequence[str] | None = None,
+    specs: MoEParams | None = None,
     token_mask: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEStats]:
@@ -39,11 +47,13 @@ def moe(
     Args:
       x: `[T, H]` or `[..., H]`, float32, bfloat16 or float16; this rank's tokens. All
         but the router computes in its dtype.
-      params: this rank's L experts, and the rest of `MoEParams` whole.
+      params: this rank's L experts, and the rest of `MoEParams` whole, or see `specs`.
       config: the layer.
       axis_name: mesh axis, or tuple of axes, that the experts are split over.
-      data_axes: further mesh axes that tokens are split over. Statistics and losses
-        are over all of them and `axis_name`.
+      data_axes: further mesh axes that tokens are split over; None is all others.
+        Statistics and losses are over all of them and `axis_name`.
+      specs: `MoEParams` of `PartitionSpec`. A weight's dimensions that they split over
+        data axes (FSDP) are gathered first; None is no such dimension.
       token_mask: bool, `x.shape[:-1]`; False for padding tokens, which go nowhere,
         count nowhere, and get zero (or what shared experts make of them).
       key: for jitter noise and random routing; each rank folds its index in.
@@ -60,7 +70,11 @@ def moe(
     E numbers, gone where nobody reads them.
     """
     axis = expert_axis("moe", axis_name)
-    axes = axis.names + _names(data_axes)
+    check_params("moe", params, config)
+    data_names = axis.other_names if data_axes is None else names_of(data_axes)
+    axes = axis.names + data_names
+    if specs is not None:
+        params = _gather_data_axes(params, specs, data_names)
     if key is not None and axes:
         key = jax.random.fold_in(key, lax.axis_index(axes))
     mask = None if token_mask is None else token_mask.reshape(-1)
@@ -132,6 +146,17 @@ def receive_capacity(config: MoEConfig, num_tokens: int, num_ranks: int) -> int 
     return min(-(-rows // alignment) * alignment, bound)
 
 
+def _gather_data_axes(params, specs, data_names):
+    def gather(weight, spec):
+        for dim, names in enumerate(spec):
+            names = tuple(name for name in names_of(names) if name in data_names)
+            if names:
+                weight = lax.all_gather(weight, names, axis=dim, tiled=True)
+        return weight
+
+    return jax.tree.map(gather, params, specs)
+
+
 def sharded_moe(
     x: jax.Array,
     params: MoEParams,
@@ -148,7 +173,8 @@ def sharded_moe(
 
     Call it outside of any shard_map, under `jax.jit` or not. The first dimension of x
     is split over `data_axes` and the expert axis. Weights that are also split over data
-    axes (FSDP) are gathered inside, so their gradients are reduce-scattered.
+    axes (FSDP) are gathered inside, so their gradients are reduce-scattered. Inside a
+    fully manual shard_map, where x and params are this rank's share, it is `moe`.
 
     Args:
       x: `[B, ..., H]`, global.
@@ -168,20 +194,20 @@ def sharded_moe(
       `out`, like x and sharded as x is, and `MoEStats`, replicated.
 
     Raises:
-      ValueError: inside a shard_map; an expert axis among the data axes; a first
-        dimension that the axes do not divide; otherwise as `moe`.
+      ValueError: an expert axis among the data axes; a data axis that the mesh lacks; a
+        first dimension that the axes do not divide; otherwise as `moe`.
 
     Derivative: as of `moe`; a mean over the global output has the gradients that one
     device would compute.
     """
     op = "sharded_moe"
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            f"jax_ep.{op}: must be called outside of shard_map; call jax_ep.moe inside."
-        )
-    mesh = _mesh(x) if mesh is None else mesh
-    expert_names = _names(axis_name)
-    data_names = None if data_axes is None else _names(data_axes)
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes:
+        mesh = context
+    elif mesh is None:
+        mesh = _mesh(x)
+    expert_names = names_of(axis_name)
+    data_names = None if data_axes is None else names_of(data_axes)
     for name in data_names or ():
         if name in expert_names:
             raise ValueError(
@@ -198,6 +224,18 @@ def sharded_moe(
         data_names = tuple(n for n in mesh.axis_names if n not in expert_names)
     if specs is None:
         specs = param_specs(config, expert=expert_names)
+    check_params(op, params, config)
+    if context.manual_axes:
+        return moe(
+            x,
+            params,
+            config,
+            axis_name=expert_names,
+            data_axes=data_names,
+            specs=specs,
+            token_mask=token_mask,
+            key=key,
+        )
     batch_names = tuple(n for n in mesh.axis_names if n in data_names + expert_names)
     num_shares = math.prod(mesh.shape[name] for name in batch_names)
     if x.ndim < 2 or x.shape[0] % num_shares:
@@ -205,6 +243,13 @@ def sharded_moe(
             f"jax_ep.{op}: x must have shape [B, ..., H] with B divisible by the "
             f'{num_shares} shares over "{axis_label(batch_names)}", and has {x.shape}.'
         )
+    for name, info in param_info(config).items():
+        shape = getattr(params, name).shape
+        if shape != info.shape:
+            raise ValueError(
+                f"jax_ep.{op}: params.{name} must have shape {info.shape}, and has "
+                f"{shape}."
+            )
     call = _sharded(config, mesh, expert_names, data_names, batch_names, specs)
     return call(x, params, token_mask, key)
 
@@ -214,31 +259,22 @@ def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
     """The jitted shard_map, made once, so that a call outside of jit compiles once."""
     batch = P(batch_names) if batch_names else P()
 
-    def stored(spec):
-        # Other axes than these are gathered by JAX at the border of the shard_map.
-        known = expert_names + data_names
-        return P(*(tuple(n for n in _names(d) if n in known) or None for d in spec))
-
-    in_specs = (batch, jax.tree.map(stored, specs), batch, P())
+    # Other axes than these are gathered by JAX at the border of the shard_map.
+    known = expert_names + data_names
+    specs = jax.tree.map(lambda spec: keep_axes(spec, known), specs)
+    in_specs = (batch, specs, batch, P())
 
     def local(x, params, token_mask, key):
-        params = jax.tree.map(_gather_data_axes, params, in_specs[1])
         return moe(
             x,
             params,
             config,
             axis_name=expert_names,
             data_axes=data_names,
+            specs=specs,
             token_mask=token_mask,
             key=key,
         )
-
-    def _gather_data_axes(weight, spec):
-        for dim, names in enumerate(spec):
-            names = tuple(n for n in _names(names) if n in data_names)
-            if names:
-                weight = lax.all_gather(weight, names, axis=dim, tiled=True)
-        return weight
 
     def call(x, params, token_mask, key):
         given = jax.typeof(x).sharding
@@ -269,7 +305,7 @@ def _reshard(tree, specs, mesh):
         return tree
 
     def reshard(spec, value):
-        spec = P(*(tuple(n for n in _names(d) if n in explicit) or None for d in spec))
+        spec = keep_axes(spec, explicit)
         return jax.tree.map(
             lambda leaf: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), value
         )
@@ -285,9 +321,3 @@ def _mesh(x):
     if mesh.empty:
         mesh = jax.sharding.AbstractMesh((1,), ("expert",), axis_types=(AxisType.Auto,))
     return mesh
-
-
-def _names(axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)

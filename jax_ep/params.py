@@ -1,7 +1,7 @@
 """The parameters of a MoE layer: names, shapes, initialisers, shardings."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -111,6 +111,23 @@ def param_info(config: MoEConfig) -> dict[str, ParamInfo]:
     return info
 
 
+def check_params(operation: str, params: MoEParams, config: MoEConfig) -> None:
+    """Refuses parameters that a config lacks, or does not ask for.
+
+    Raises:
+      ValueError: naming the parameter.
+    """
+    info = param_info(config)
+    for field in dataclasses.fields(MoEParams):
+        is_given = getattr(params, field.name) is not None
+        if is_given != (field.name in info):
+            raise ValueError(
+                f"jax_ep.{operation}: params.{field.name} must "
+                f"{'not ' if is_given else ''}be given with this config, which asks "
+                f"for {', '.join(info)}."
+            )
+
+
 def init_params(key: jax.Array, config: MoEConfig, dtype: Any = jnp.float32):
     """Fresh global parameters: LeCun normal kernels per expert, zero biases.
 
@@ -141,7 +158,7 @@ def param_specs(config: MoEConfig, **axes: Any) -> MoEParams:
         a dimension that is not named is not sharded.
 
     Returns:
-      `MoEParams` of `PartitionSpec`.
+      `MoEParams` of `PartitionSpec`, an entry for every dimension.
 
     >>> from jax_ep.config import MoEConfig
     >>> config = MoEConfig(num_experts=8, num_experts_per_tok=2, hidden_size=4,
@@ -149,11 +166,21 @@ def param_specs(config: MoEConfig, **axes: Any) -> MoEParams:
     >>> param_specs(config, expert="expert", hidden="fsdp").down_proj
     PartitionSpec('expert', None, 'fsdp')
     """
-    info = param_info(config)
-    return MoEParams(**{name: dims_spec(one.dims, axes) for name, one in info.items()})
+    specs = {}
+    for name, info in param_info(config).items():
+        spec = [None if dim is None else axes.get(dim) for dim in info.dims]
+        specs[name] = P(*spec)
+    return MoEParams(**specs)
 
 
-def dims_spec(dims: tuple[str | None, ...], axes: Mapping[str, Any]) -> P:
-    """The axes of a parameter's dimensions; see `ParamInfo`."""
-    spec = [None if dim is None else axes.get(dim) for dim in dims]
-    return P(*spec) if any(spec) else P()
+def keep_axes(spec: P, names: Collection[str]) -> P:
+    """The spec without the mesh axes that are not among `names`."""
+    kept = [tuple(name for name in names_of(dim) if name in names) for dim in spec]
+    return P(*(dim[0] if len(dim) == 1 else dim or None for dim in kept))
+
+
+def names_of(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """An axis, a tuple of axes, or none, as a tuple."""
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
