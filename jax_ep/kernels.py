@@ -168,7 +168,7 @@ def architectures() -> tuple[str, ...]:
     )
 
 
-def _capability(device: jax.Device) -> tuple[int, int]:
+def _capability(device: Any) -> tuple[int, int]:
     major, minor = device.compute_capability.split(".")
     return int(major), int(minor)
 

@@ -142,7 +142,7 @@ def version() -> tuple[int, int]:
 
 def _nvrtc():
     try:
-        from cuda.bindings import nvrtc
+        from cuda.bindings import nvrtc  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             f"jax_ep: the CUDA kernels are compiled through cuda-python, which cannot "

@@ -22,6 +22,7 @@ TESTS = re.findall(
 )
 
 pytestmark = [
+    pytest.mark.jax_version,
     pytest.mark.skipif(
         not (HEADERS / "xla" / "ffi" / "api" / "collectives_c_api.h").exists(),
         reason="needs the collectives extension's header (jaxlib >= 0.11.2)",
@@ -91,7 +92,7 @@ def cases():
                 yield name, nccl
 
 
-@pytest.mark.parametrize("name, nccl", cases())
+@pytest.mark.parametrize("name, nccl", list(cases()))
 def test_host(built, name, nccl):
     done = run(built, name, nccl)
     assert done.returncode == 0, done.stderr

@@ -17,10 +17,13 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep import registration
 
-pytestmark = pytest.mark.skipif(
-    not registration.has_cuda(),
-    reason="built without the CUDA handlers (they need jaxlib >= 0.11.2)",
-)
+pytestmark = [
+    pytest.mark.jax_version,
+    pytest.mark.skipif(
+        not registration.has_cuda(),
+        reason="built without the CUDA handlers (they need jaxlib >= 0.11.2)",
+    ),
+]
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
 
 TOKENS, TOPK, EXPERTS, HIDDEN = 16, 2, 8, 96
@@ -161,7 +164,7 @@ def compile_for_h200(folder: pathlib.Path, program: str, flags: str = "") -> tup
         env={**os.environ, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     targets = re.findall(r'custom_call_target="jax_ep_(\w+)"', done.stdout)
