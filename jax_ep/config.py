@@ -60,6 +60,9 @@ class MoEConfig:
       capacity_factor: rows of a rank's receive buffer over the `T*K` it receives when
         routing is balanced, at least 1/K. What does not fit is dropped and counted.
         None (or -1) is dropless.
+      dropless_fallback: with a capacity_factor, send what does not fit in further
+        rounds in place of dropping it (`in_rounds`): memory stays at the capacity.
+      max_rounds: most rounds of it; None is as many as the worst routing needs.
       eval_capacity_factor: what `evaluation()` puts in its place; None keeps it, -1 is
         dropless.
       expert_alignment: A; each expert's rows start on a multiple of it.
@@ -98,6 +101,8 @@ class MoEConfig:
     shared_expert_gate: bool = False
     # Exchange.
     capacity_factor: float | None = None
+    dropless_fallback: bool = False
+    max_rounds: int | None = None
     eval_capacity_factor: float | None = None
     expert_alignment: int = 1
     implementation: Literal["ffi", "xla"] | None = None
@@ -144,6 +149,8 @@ class MoEConfig:
             self._refuse("n_group", "must leave two experts a group for top2_sum")
         if not 0 <= self.router_jitter_noise < 1:
             self._refuse("router_jitter_noise", "must be in [0, 1)")
+        if self.max_rounds is not None and self.max_rounds < 1:
+            self._refuse("max_rounds", "must be at least 1")
         if self.num_shared_experts < 0:
             self._refuse("num_shared_experts", "must be at least 0")
         if self.shared_expert_gate and not self.shared_size:
@@ -208,13 +215,6 @@ class MoEConfig:
                 pre_softmax = value
                 continue
             if field in _HONOURED_ANYWAY:
-                continue
-            if field == "moe_dropless_fallback":
-                if value:
-                    raise ValueError(
-                        f"jax_ep.MoEConfig: {name} (={value!r}) is not offered yet: "
-                        "leave capacity_factor out for a dropless layer."
-                    )
                 continue
             if field not in fields:
                 raise TypeError(f"jax_ep.MoEConfig: {_unknown(name, fields)}")
@@ -287,6 +287,7 @@ ALIASES = dict(
     shared_experts="num_shared_experts",
     n_shared_experts="num_shared_experts",
     prefuse_moe_weights="fuse_gate_up",
+    moe_dropless_fallback="dropless_fallback",
     moe_implementation="implementation",
     hidden_act="activation",
 )
@@ -329,7 +330,6 @@ def _translated(field: str, value: Any) -> Any:
 
 def _unknown(name: str, fields: set[str]) -> str:
     known = [*fields, *ALIASES, *_HONOURED_ANYWAY, "use_pre_softmax"]
-    known.append("moe_dropless_fallback")
     nearest = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f": did you mean {nearest[0]}?" if nearest else "."
     return f"{name} is not a name of a MoE layer{hint}"

@@ -9,6 +9,7 @@ from jax import lax
 
 from jax_ep.axis import vary_alike
 from jax_ep.config import MoEConfig
+from jax_ep.dropless import Rounds
 from jax_ep.layout import Handle
 from jax_ep.params import names_of
 from jax_ep.router import Routing
@@ -26,6 +27,8 @@ class MoEStats:
       expert_load: `[E]` int32, slots routed to each expert, before drops.
       num_recv: `[R]` int32, rows wanted at each rank of the expert axis, before drops.
       num_dropped: `[R]` int32, rows dropped there.
+      num_rounds: `[1]` int32, rounds that ran, see `MoEConfig.dropless_fallback`; the
+        most of any group of ranks.
       max_load_ratio: `[1]` float32, the busiest expert's slots over the mean; 1 is
         balance.
       required_capacity_factor: `[1]` float32, the least `capacity_factor` without a
@@ -39,6 +42,7 @@ class MoEStats:
     expert_load: jax.Array
     num_recv: jax.Array
     num_dropped: jax.Array
+    num_rounds: jax.Array
     max_load_ratio: jax.Array
     required_capacity_factor: jax.Array
     router_entropy: jax.Array
@@ -195,6 +199,7 @@ def moe_stats(
     config: MoEConfig,
     *,
     axis_name: Sequence[str],
+    rounds: Rounds | None = None,
     num_sequences: int | None = None,
 ) -> MoEStats:
     """The statistics and losses of one call, inside its shard_map.
@@ -204,6 +209,7 @@ def moe_stats(
       handle: their layout.
       config: which losses, and their weights.
       axis_name: the mesh axes that tokens are split over, the expert axis among them.
+      rounds: what `in_rounds` made of the layout; None without it.
       num_sequences: equal sequences that the tokens consist of, for a load-balance loss
         per sequence; None is one.
 
@@ -230,14 +236,15 @@ def moe_stats(
         (
             expert_counts(routing.topk_idx, config.num_experts),
             handle.num_recv,
-            handle.num_dropped,
+            handle.num_dropped if rounds is None else rounds.num_dropped,
             jnp.where(is_token, entropy, 0).sum(),
             is_token.sum(dtype=jnp.int32),
         ),
         axis_name,
     )
-    (busiest,) = vary_alike(tuple(axis_name), (handle.num_recv.max(),))
-    busiest = lax.pmax(busiest, tuple(axis_name)).astype(jnp.float32)
+    num_rounds = jnp.ones(1, jnp.int32) if rounds is None else rounds.num_rounds
+    most = vary_alike(tuple(axis_name), (handle.num_recv.max(), num_rounds))
+    busiest, num_rounds = lax.pmax(most, tuple(axis_name)) if axis_name else most
     max_load = load.max().astype(jnp.float32)
     mean_load = jnp.maximum(load.sum(), 1).astype(jnp.float32) / config.num_experts
     weighted = (
@@ -248,8 +255,11 @@ def moe_stats(
         # The handle's counts are the same on all R ranks, and the sum has them R times.
         num_recv=recv // handle.num_ranks,
         num_dropped=dropped // handle.num_ranks,
+        num_rounds=num_rounds,
         max_load_ratio=(max_load / mean_load)[None],
-        required_capacity_factor=(busiest / max(num_slots, 1))[None],
+        required_capacity_factor=(busiest.astype(jnp.float32) / max(num_slots, 1))[
+            None
+        ],
         router_entropy=(entropy / jnp.maximum(num_tokens, 1).astype(jnp.float32))[None],
         load_balance_loss=balance[None],
         router_z_loss=z[None],

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,6 +15,7 @@ from jax_ep.axis import axis_label, expert_axis
 from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
+from jax_ep.dropless import in_rounds
 from jax_ep.experts import experts, shared_experts
 from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
@@ -55,7 +57,7 @@ def moe(
       specs: `MoEParams` of `PartitionSpec`. A weight's dimensions that they split over
         data axes (FSDP) are gathered first; None is no such dimension.
       token_mask: bool, `x.shape[:-1]`; False for padding tokens, which go nowhere,
-        count nowhere, and get zero (or what shared experts make of them).
+        count nowhere, get zero, and may be NaN.
       key: for jitter noise and random routing; each rank folds its index in.
 
     Returns:
@@ -77,8 +79,10 @@ def moe(
         params = _gather_data_axes(params, specs, data_names)
     if key is not None and axes:
         key = jax.random.fold_in(key, lax.axis_index(axes))
-    mask = None if token_mask is None else token_mask.reshape(-1)
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens, mask = x.reshape(-1, x.shape[-1]), None
+    if token_mask is not None:
+        mask = token_mask.reshape(-1)
+        tokens = jnp.where(mask[:, None], tokens, jnp.zeros((), x.dtype))
 
     routing = router(
         tokens,
@@ -100,23 +104,41 @@ def moe(
         timeout_s=config.timeout_s,
     )
     shared = shared_experts(tokens, params, activation=config.activation)
-    recv_x, recv_weights = dispatch(tokens, handle, routing.topk_weights)
-    # With an output bias, weights cannot go into the hidden activation.
-    early, late = recv_weights, None
-    if config.mlp_bias:
-        early, late = None, recv_weights
-    y = experts(
-        recv_x, handle, params, activation=config.activation, recv_weights=early
-    )
-    out = combine(y, handle, weights=late, bias=shared)
+    layer = functools.partial(_routed_experts, config=config)
+    rounds = None
+    if config.dropless_fallback and config.capacity_factor is not None:
+        out, rounds = in_rounds(
+            layer,
+            params.routed,
+            tokens,
+            routing.topk_idx,
+            routing.topk_weights,
+            handle,
+            max_rounds=config.max_rounds,
+            bias=shared,
+        )
+    else:
+        out = layer(params.routed, tokens, routing.topk_weights, handle, shared)
     stats = moe_stats(
         routing,
         handle,
         config,
         axis_name=axes,
+        rounds=rounds,
         num_sequences=math.prod(x.shape[:-2]) if x.ndim > 2 else None,
     )
     return out.reshape(x.shape), stats
+
+
+def _routed_experts(params, tokens, topk_weights, handle, bias, *, config):
+    """Dispatch, experts, combine: what `in_rounds` may repeat."""
+    recv_x, recv_weights = dispatch(tokens, handle, topk_weights)
+    # With an output bias, weights cannot go into the hidden activation.
+    early, late = (None, recv_weights) if config.mlp_bias else (recv_weights, None)
+    y = experts(
+        recv_x, handle, params, activation=config.activation, recv_weights=early
+    )
+    return combine(y, handle, weights=late, bias=bias)
 
 
 def receive_capacity(config: MoEConfig, num_tokens: int, num_ranks: int) -> int | None:
@@ -207,8 +229,8 @@ def sharded_moe(
     elif mesh is None:
         mesh = _mesh(x)
     expert_names = names_of(axis_name)
-    data_names = None if data_axes is None else names_of(data_axes)
-    for name in data_names or ():
+    data_names = names_of(data_axes)
+    for name in data_names:
         if name in expert_names:
             raise ValueError(
                 f'jax_ep.{op}: data_axes (="{axis_label(data_names)}") must not have '
@@ -220,7 +242,7 @@ def sharded_moe(
                 f"of the mesh, which has {tuple(mesh.axis_names)}."
             )
     expert_names = tuple(name for name in expert_names if name in mesh.axis_names)
-    if data_names is None:
+    if data_axes is None:
         data_names = tuple(n for n in mesh.axis_names if n not in expert_names)
     if specs is None:
         specs = param_specs(config, expert=expert_names)

@@ -105,7 +105,7 @@ class MoE(nnx.Module):
             dtype = param_dtype if info.trainable else jnp.float32
             value = init(rngs.params(), info.shape, dtype)
             spec = getattr(specs, name)
-            metadata = {} if mesh is None else dict(mesh=mesh)
+            metadata: dict[str, Any] = {} if mesh is None else dict(mesh=mesh)
             if known_mesh.empty:
                 metadata["eager_sharding"] = False
             elif logical_axes is None:

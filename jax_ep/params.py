@@ -57,6 +57,20 @@ class MoEParams:
     shared_down_proj: Any = None
     shared_expert_gate: Any = None
 
+    @property
+    def routed(self) -> "MoEParams":
+        """Those of the routed experts alone."""
+        return MoEParams(
+            gate_up_proj=self.gate_up_proj,
+            gate_proj=self.gate_proj,
+            up_proj=self.up_proj,
+            down_proj=self.down_proj,
+            gate_up_bias=self.gate_up_bias,
+            gate_bias=self.gate_bias,
+            up_bias=self.up_bias,
+            down_bias=self.down_bias,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
