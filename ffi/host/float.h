@@ -57,6 +57,12 @@ To BitCast(From from) {
 // The conversions below are free of branches and table look-ups, so that loops over
 // them become vector code, and mean the same with and without FlushDenormals.
 
+// `condition ? yes : no`, which compilers would make a branch of.
+inline uint32_t Select(bool condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+
 struct Bf16 {
   uint16_t bits;
 };
@@ -80,9 +86,9 @@ inline float ToFloat(F16 value) {
   const uint32_t denormal =
       BitCast<uint32_t>(BitCast<float>(magnitude + (113u << 23)) - 0x1p-14f);
   // NaN becomes quiet, as the conversions of hardware make it.
-  const uint32_t quiet = magnitude > 0x0f800000u ? 0x00400000u : 0u;
-  uint32_t bits = magnitude >= 0x0f800000u ? (special | quiet) : normal;
-  bits = magnitude < 0x00800000u ? denormal : bits;
+  const uint32_t quiet = Select(magnitude > 0x0f800000u, 0x00400000u, 0u);
+  uint32_t bits = Select(magnitude >= 0x0f800000u, special | quiet, normal);
+  bits = Select(magnitude < 0x00800000u, denormal, bits);
   return BitCast<float>(bits | sign);
 }
 
@@ -100,9 +106,9 @@ inline Bf16 FromFloat<Bf16>(float value) {
   const uint32_t bits = BitCast<uint32_t>(value);
   // A carry out of the mantissa counts the exponent up, to infinity if need be.
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t quiet_nan = (bits >> 16) | 0x0040u;
+  const uint32_t nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;  // as XLA makes it
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return Bf16{static_cast<uint16_t>(is_nan ? quiet_nan : rounded)};
+  return Bf16{static_cast<uint16_t>(Select(is_nan, nan, rounded))};
 }
 
 template <>
@@ -119,9 +125,9 @@ inline F16 FromFloat<F16>(float value) {
       BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) - BitCast<uint32_t>(0.5f);
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x03ffu);
   // From 65520 on the nearest number is infinity.
-  uint32_t half = magnitude >= 0x477ff000u ? 0x7c00u : normal;
-  half = magnitude > 0x7f800000u ? nan : half;
-  half = magnitude < 0x38800000u ? denormal : half;
+  uint32_t half = Select(magnitude >= 0x477ff000u, 0x7c00u, normal);
+  half = Select(magnitude > 0x7f800000u, nan, half);
+  half = Select(magnitude < 0x38800000u, denormal, half);
   return F16{static_cast<uint16_t>(half | sign)};
 }
 

@@ -16,6 +16,7 @@
 #include "ffi/host/combine.h"
 #include "ffi/host/dispatch.h"
 #include "ffi/host/layout.h"
+#include "ffi/host/memory.h"
 #include "ffi/host/rendezvous.h"
 #include "ffi/host/routing.h"
 #include "ffi/host/status.h"
@@ -309,6 +310,7 @@ Buffers ResultsOf(const ffi::RemainingRets& rets) {
   for (size_t i = 0; i < rets.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) break;
+    ExpectFullWrite((**buffer).untyped_data(), (**buffer).size_bytes());
     Poison(**buffer);
     buffers.push_back(**buffer);
   }
