@@ -65,13 +65,6 @@ struct Slots {
   }
 };
 
-bool IsMapped(const Driver& driver, const Workspace& workspace) {
-  CUdeviceptr base = 0;
-  size_t bytes = 0;
-  return driver.cuMemGetAddressRange(&base, &bytes, workspace.peers[workspace.rank]) ==
-         0;
-}
-
 std::string ReadDevice(const Driver& driver, Workspace* workspace) {
   const std::pair<int*, int> wanted[] = {
       {&workspace->num_sms, kAttributeNumSms},
@@ -221,6 +214,13 @@ std::string Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
 }
 
 }  // namespace
+
+bool IsMapped(const Driver& driver, const Workspace& workspace) {
+  CUdeviceptr base = 0;
+  size_t bytes = 0;
+  return driver.cuMemGetAddressRange(&base, &bytes, workspace.peers[workspace.rank]) ==
+         0;
+}
 
 std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
                             const std::string& axis, const Workspace** workspace) {

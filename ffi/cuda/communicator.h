@@ -32,6 +32,9 @@ struct Workspace {
 std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
                             const std::string& axis, const Workspace** workspace);
 
+// Whether the communicator that `workspace` was made for still stands.
+bool IsMapped(const Driver& driver, const Workspace& workspace);
+
 }  // namespace jax_ep::cuda
 
 #endif  // JAX_EP_FFI_CUDA_COMMUNICATOR_H_

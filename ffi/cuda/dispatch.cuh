@@ -382,15 +382,18 @@ class Dispatch {
     constexpr int kSources = kRanks - 1;
     if constexpr (kSources > 0) {
       const CommonParams& common = params.common;
-      // Sources in ascending order from the next rank on, so that ranks do not all
-      // listen to the same one.
+      // In this order no ring of any size can make ranks wait in a circle: tokens, then
+      // pieces, then sources, from the next rank on so that not all listen to the same.
+      const auto piece_of = [=](int pair) {
+        return kNumPieces == 1 ? 0 : pair / kSources % kNumPieces;
+      };
       const auto source_of = [=](int pair) {
         const int source = common.rank + 1 + pair % kSources;
         return source >= kRanks ? source - kRanks : source;
       };
       const auto index = [=](int pair) -> int64_t {
         return source_of(pair) * params.num_tokens + channel +
-               static_cast<int64_t>(pair / kSources) * ring.channels;
+               static_cast<int64_t>(pair / (kSources * kNumPieces)) * ring.channels;
       };
       RoutingBatches<kTopk, 1, 0> batches;
       const int32_t* const arrays[1] = {params.recv_slot};
@@ -403,8 +406,7 @@ class Dispatch {
       Receiver<kRanks> receiver(common, state, channel, ring, kSlotBytes,
                                 kPhaseDispatchRows);
 
-      uint32_t pairs = 0;
-      int piece = 0;
+      uint32_t pairs = 0;  // of the batch, not yet loaded
       bool more = true;
       uint32_t loaded = 0, handled = 0;
       while (true) {
@@ -424,6 +426,7 @@ class Dispatch {
           if (!more) break;
           const int pair = __ffs(pairs) - 1;
           const int source = source_of(batches.FirstPair() + pair);
+          const int piece = piece_of(batches.FirstPair() + pair);
           if (!receiver.Arrived(source)) {
             if (loaded != handled) break;  // first what is here
             receiver.Await(source);
@@ -442,10 +445,7 @@ class Dispatch {
                           part.barriers + stage);
           }
           ++loaded;
-          if (++piece == kNumPieces) {
-            piece = 0;
-            pairs &= pairs - 1;
-          }
+          pairs &= pairs - 1;
         }
         if (loaded == handled) break;
 

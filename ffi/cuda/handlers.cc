@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -149,9 +148,11 @@ ffi::Error GetCommunicator(const ffi::Context& context, const CudaState& state,
   return ffi::Error::Success();
 }
 
+// The kernel for the device of `ready->workspace`, and its launch.
 template <typename Stage>
-std::string Load(const CudaState& state, const Workspace& workspace, Ready* ready) {
+std::string Load(const CudaState& state, Ready* ready) {
   const Driver& driver = Driver::Get();
+  const Workspace& workspace = *ready->workspace;
   const std::string arch = "sm_" + std::to_string(workspace.compute_major) +
                            std::to_string(workspace.compute_minor) + "a";
   const auto image = state.images.find(arch);
@@ -176,40 +177,31 @@ template <typename Stage>
 ffi::Error Initialize(CUstream stream, int32_t ordinal, ffi::Context context,
                       CudaState* state) {
   if (ffi::Error error = EarlierError(context); error.failure()) return error;
+  Ready ready = state->GetReady(ordinal);
+  if (ready.workspace != nullptr && IsMapped(Driver::Get(), *ready.workspace)) {
+    return ffi::Error::Success();
+  }
   ncclComm_t communicator = nullptr;
   if (ffi::Error error = GetCommunicator(context, *state, &communicator);
       error.failure()) {
     return error;
   }
-  const Workspace* workspace = nullptr;
   std::string error =
       ObtainWorkspace(communicator, stream, static_cast<int>(state->config.num_ranks),
-                      state->config.axis, &workspace);
+                      state->config.axis, &ready.workspace);
   if (!error.empty()) return FailedPrecondition(std::move(error));
-
-  std::lock_guard<std::mutex> lock(state->mutex);
-  Ready& ready = state->ready[ordinal];
-  if (ready.workspace == workspace) return ffi::Error::Success();
-  Ready loaded;
-  error = Load<Stage>(*state, *workspace, &loaded);
+  error = Load<Stage>(*state, &ready);
   if (!error.empty()) {
     return FailedPrecondition(Concat("jax_ep.", Stage::kOp, ": ", error, "."));
   }
-  loaded.workspace = workspace;
-  ready = loaded;
+  state->SetReady(ordinal, ready);
   return ffi::Error::Success();
 }
 
 template <typename Stage>
 ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  Ready ready;
-  {
-    std::lock_guard<std::mutex> lock(state->mutex);
-    if (auto it = state->ready.find(ordinal); it != state->ready.end()) {
-      ready = it->second;
-    }
-  }
+  const Ready ready = state->GetReady(ordinal);
   if (ready.workspace == nullptr) {
     return ffi::Error::Internal(
         Concat("jax_ep.", Stage::kOp, ": executed before it was initialized."));

@@ -9,10 +9,12 @@
 //
 // Lane l keeps the books of ranks l and l + 32.
 //
-// No waiting in circles: both ends walk the tokens of a channel in the same order. A
-// sender at token i waits only for a receiver that is behind i, and a receiver at
-// token i only for a sender that is at or behind i, provided that nobody waits while
-// it holds back a word it could publish.
+// No waiting in circles: the senders of a channel walk (token, piece), or in combine
+// (token, rank, piece), in the same order on all ranks, and a receiver takes the pieces
+// of all ranks in an order that never puts a later (token, piece) before an earlier
+// one. So a sender waits for a receiver that is behind it, and that receiver for a
+// sender that is no further, provided that nobody waits while it holds back a word it
+// could publish.
 
 #ifndef JAX_EP_FFI_CUDA_RING_CUH_
 #define JAX_EP_FFI_CUDA_RING_CUH_

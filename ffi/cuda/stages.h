@@ -48,8 +48,18 @@ struct CudaState {
   std::map<std::string, Image*> images;  // by architecture
   std::vector<XLA_FFI_ReplicaGroup> groups;
 
-  std::mutex mutex;
-  std::map<int32_t, Ready> ready;  // by device ordinal
+  Ready GetReady(int32_t ordinal) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ready_[ordinal];
+  }
+  void SetReady(int32_t ordinal, const Ready& ready) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ready_[ordinal] = ready;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int32_t, Ready> ready_;  // by device ordinal
 };
 
 template <typename T>

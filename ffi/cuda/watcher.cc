@@ -111,8 +111,8 @@ class Watcher {
 
   std::string ErrorForRun(int64_t run_id) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [id, answer] : runs_) {
-      if (id == run_id) return answer;
+    for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
+      if (run->first == run_id) return run->second;
     }
     Poll();
     if (run_id != -1) {
