@@ -1,0 +1,265 @@
+"""Trains a small Mixture-of-Experts language model on eight CPU devices, or on GPUs.
+
+The text is the part of the Python manual that every Python carries, read byte by byte.
+Batches are split over the mesh axes "data" and "expert". Each transformer block ends in
+a MoE layer: its experts are spread over "expert", and jax_ep moves the tokens there and
+back. Ctrl-C saves a checkpoint and stops; --resume goes on from it.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import language_model as lm
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.text import Text
+from training import Run, Settings
+
+CPU_DEVICES = 8
+OUT = Path("runs/train_moe")
+# What a checkpoint fixes: its arrays' shapes, and the order of its batches.
+FIXED = ("layers", "hidden", "experts", "topk", "seed")
+
+
+def main() -> int:
+    parser = command_line()
+    given = vars(parser.parse_args())
+    resume, out = given.pop("resume", False), given.pop("out", OUT)
+    try:
+        settings = choose_settings(given, out / "settings.json", resume)
+        mesh = device_mesh(settings)
+        out.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        checkpoints = ocp.CheckpointManager(
+            (out / "checkpoints").absolute(), options=options
+        )
+        check_checkpoint(checkpoints.latest_step(), settings, out, resume)
+        text = json.dumps(dataclasses.asdict(settings), indent=2)
+        (out / "settings.json").write_text(text + "\n")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+    console = Console()
+    platform = mesh.devices.flat[0].platform
+    console.print(
+        f"mesh {dict(mesh.shape)} of {platform} devices; files in {out}", soft_wrap=True
+    )
+    try:
+        with jax.set_mesh(mesh), checkpoints:
+            run = Run(settings, checkpoints)
+            if resume:
+                run.restore()
+            is_done = run.train(console)
+            run.draw(out / "training.png")
+            if is_done:
+                report(run, out, console)
+    except KeyboardInterrupt:
+        console.print("Stopped; at most what came after the last checkpoint is lost.")
+        return 130
+    if not is_done:
+        again = shlex.join([sys.argv[0], "--resume", "--out", str(out)])
+        console.print(
+            f"Stopped at step {run.step}. To go on: python {again}", soft_wrap=True
+        )
+        return 130
+    return 0
+
+
+def report(run: Run, out: Path, console: Console) -> None:
+    """A sample of text, and the model beside the bigram model."""
+    prompt, new = run.sample()
+    (out / "sample.txt").write_text(prompt + new + "\n", encoding="utf-8")
+    console.print(
+        Text.assemble("\n", (prompt, "dim"), (new, "bold"), "\n"), soft_wrap=True
+    )
+    loss = run.evaluate()
+    console.print(
+        f"held-out loss {loss:.3f} nats per byte; bigram model {run.bigram:.3f}: "
+        + ("below it" if loss < run.bigram else "not below it yet"),
+        soft_wrap=True,
+    )
+    console.print(
+        f"loss curve and expert loads: {out / 'training.png'}", soft_wrap=True
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def at_least(least: int, most: int = 2**31 - 1):
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} to {most}, and is {text!r}"
+            )
+        return int(text)
+
+    return convert
+
+
+def factor(text: str) -> float | None:
+    if text == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number or none, and is {text!r}"
+        ) from None
+
+
+def command_line() -> Parser:
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # What was not given is not set.
+        add_help=False,
+        allow_abbrev=False,
+        epilog="""examples:
+  train_moe.py                           two or three minutes on two CPU cores
+  train_moe.py --experts 32 --topk 4     more and smaller choices
+  train_moe.py --data 1 --expert 8       experts spread over all eight devices
+  train_moe.py --resume --steps 1000     longer, from the last checkpoint""",
+    )
+    default = Settings()
+    model = parser.add_argument_group("model").add_argument
+    model("--layers", type=at_least(1), metavar="N", help=f"blocks [{default.layers}]")
+    model(
+        "--hidden",
+        type=at_least(1),
+        metavar="N",
+        help=f"features, a multiple of {lm.HEAD_WIDTH} [{default.hidden}]",
+    )
+    model(
+        "--experts",
+        type=at_least(1, 2048),
+        metavar="N",
+        help=f"experts in each block [{default.experts}]",
+    )
+    model(
+        "--topk",
+        type=at_least(1, 32),
+        metavar="N",
+        help=f"experts that see a byte [{default.topk}]",
+    )
+    model(
+        "--capacity-factor",
+        type=factor,
+        metavar="X",
+        help="room at a device for X times its fair share of rows; more are dropped "
+        f"and counted. none: room for all [{default.capacity_factor}]",
+    )
+    devices = parser.add_argument_group("devices").add_argument
+    devices("--data", type=at_least(1), metavar="N", help="size of the data axis")
+    devices(
+        "--expert",
+        type=at_least(1, 64),
+        metavar="N",
+        help="size of the expert axis, a divisor of --experts. Together they take all "
+        f"GPUs or, without any, {CPU_DEVICES} CPU devices; --expert up to 4 of them",
+    )
+    devices(
+        "--implementation",
+        choices=("ffi", "xla"),
+        help="jax_ep's custom calls or plain JAX collectives [ffi where it runs]",
+    )
+    training = parser.add_argument_group("training").add_argument
+    training("--steps", type=at_least(1), metavar="N", help=f"in all [{default.steps}]")
+    training("--seed", type=at_least(0), metavar="N", help=f"[{default.seed}]")
+    training("--out", type=Path, metavar="DIR", help=f"for all files [{OUT}]")
+    training("--resume", action="store_true", help="go on from the checkpoint in --out")
+    training("--help", "-h", action="help", help="show this and exit")
+    return parser
+
+
+def choose_settings(given: dict, path: Path, resume: bool) -> Settings:
+    """The given settings, after those of the run to resume, after the defaults.
+
+    Raises:
+      ValueError: they make no sense, or not for the run to resume.
+    """
+    saved = {}
+    if resume:
+        if not path.exists():
+            raise ValueError(f"--resume: there is no run in {path.parent}")
+        saved = json.loads(path.read_text())
+    settings = Settings(**(saved | given))
+    for name in FIXED if resume else ():
+        if getattr(settings, name) != saved[name]:
+            raise ValueError(
+                f"--{name} must stay {saved[name]}, with which {path.parent} began, "
+                f"and is {given[name]}"
+            )
+    if settings.hidden % lm.HEAD_WIDTH:
+        raise ValueError(
+            f"--hidden must be a multiple of {lm.HEAD_WIDTH}, and is {settings.hidden}"
+        )
+    if settings.topk > settings.experts:
+        raise ValueError(
+            f"--topk must be at most --experts (={settings.experts}), and is "
+            f"{settings.topk}"
+        )
+    if settings.expert and settings.experts % settings.expert:
+        raise ValueError(
+            f"--expert must divide --experts (={settings.experts}), and is "
+            f"{settings.expert}"
+        )
+    least = 1 / settings.topk
+    if settings.capacity_factor is not None and not settings.capacity_factor >= least:
+        raise ValueError(
+            f"--capacity-factor must be at least 1 / --topk (={least:.3g}), and is "
+            f"{settings.capacity_factor:g}"
+        )
+    return settings
+
+
+def check_checkpoint(
+    step: int | None, settings: Settings, out: Path, resume: bool
+) -> None:
+    if resume and step is None:
+        raise ValueError(f"--resume: there is no checkpoint in {out} yet")
+    if step is not None and not resume:
+        raise ValueError(
+            f"{out} has a checkpoint of step {step}: go on from it with --resume, or "
+            "choose another --out"
+        )
+    if step is not None and step > settings.steps:
+        raise ValueError(
+            f"--steps must be at least {step}, where {out} is, and is {settings.steps}"
+        )
+
+
+def device_mesh(settings: Settings) -> Mesh:
+    """All GPUs, or CPU devices; as many as the settings ask for, if they do."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        wanted = (settings.data or 1) * (settings.expert or 1)
+        jax.config.update("jax_num_cpu_devices", max(CPU_DEVICES, wanted))
+    devices = jax.devices()
+    expert = settings.expert
+    if expert is None:
+        expert = math.gcd(len(devices) // (settings.data or 1), settings.experts, 4)
+    data = settings.data or max(len(devices) // expert, 1)
+    if data * expert > len(devices):
+        raise ValueError(
+            f"--data {data} times --expert {expert} must be at most the {len(devices)} "
+            f"{devices[0].platform} devices here"
+        )
+    grid = np.array(devices[: data * expert]).reshape(data, expert)
+    return Mesh(grid, ("data", "expert"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
