@@ -216,6 +216,8 @@ std::string Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
 }  // namespace
 
 bool IsMapped(const Driver& driver, const Workspace& workspace) {
+  // Where the driver could not tell of a new workspace either, it is taken on trust.
+  if (!workspace.is_checkable) return true;
   CUdeviceptr base = 0;
   size_t bytes = 0;
   return driver.cuMemGetAddressRange(&base, &bytes, workspace.peers[workspace.rank]) ==
@@ -260,6 +262,8 @@ std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
     }
     return error;
   }
+  made->is_checkable = true;
+  made->is_checkable = IsMapped(driver, *made);
   slot.generations.push_back(std::move(made));
   *workspace = slot.generations.back().get();
   return "";

@@ -23,6 +23,7 @@ struct Workspace {
   int rank = 0;  // NCCL's, which is the position in the group (see communicator.cc)
   std::array<CUdeviceptr, kMaxRanks> peers{};  // every rank's window, in rank order
   CUdeviceptr error_record = 0;                // as the device sees it
+  bool is_checkable = false;                   // see IsMapped
 };
 
 // The workspace of `comm` (null for a group of one rank, which needs none) on the

@@ -442,6 +442,18 @@ void SecondGroup() {
   CHECK_EQ(Registrations(), 4);
 }
 
+// A driver that does not know the range of a window must not make it look lost.
+void UnknownRange() {
+  Open();
+  Standin<void(const char*, int)>(cuda_library, "standin_fail")("cuMemGetAddressRange",
+                                                                1);
+  Devices devices(Group(2));
+  CallSite site("jax_ep_layout", For("jax_ep_layout", 2));
+  CHECK_EQ(site.Instantiate(), std::string());
+  for (int run = 0; run < 3; ++run) AllFine(devices.Run(site, run));
+  CHECK_EQ(Registrations(), 2);
+}
+
 void Concurrent() {
   Open();
   OnLaunch(Record);
@@ -722,6 +734,7 @@ const std::pair<const char*, void (*)()> kTests[] = {
     {"swapped_peers", SwappedPeers},
     {"several_groups", SeveralGroups},
     {"second_group", SecondGroup},
+    {"unknown_range", UnknownRange},
     {"concurrent", Concurrent},
     {"one_rank", OneRank},
     {"no_extension", NoExtension},

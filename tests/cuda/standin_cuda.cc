@@ -122,6 +122,7 @@ CUresult MemAlloc(CUdeviceptr* pointer, size_t bytes) {
   return 0;
 }
 CUresult MemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointer) {
+  if (CUresult result = Injected("cuMemGetAddressRange")) return result;
   std::lock_guard<std::mutex> lock(mutex);
   auto it = ranges.upper_bound(pointer);
   if (it == ranges.begin()) return kInvalidValue;
