@@ -47,7 +47,8 @@ def token_scales(ids, weights, scales=SCALES) -> np.ndarray:
 
 def outputs(x=X, ids=IDS, weights=WEIGHTS, scales=SCALES) -> np.ndarray:
     """What the layer gives, for tokens of any number of ranks."""
-    return (x * token_scales(ids, weights, scales)[:, None]).astype(np.float32)
+    out = x * token_scales(ids, weights, scales)[:, None]
+    return out.astype(np.float32) + np.float32(0)  # no sum is -0
 
 
 def gradients(x=X, ids=IDS, weights=WEIGHTS, scales=SCALES):
