@@ -8,6 +8,7 @@ experts are spread over the devices. Needs the extra `hf-test` besides `examples
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -34,8 +35,8 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from jax_ep.pretrained import MODEL_TYPES, hf_moe_config, load_hf_moe_layer  # noqa: E402
 from jax_ep.nnx import MoE  # noqa: E402
+from jax_ep.pretrained import MODEL_TYPES, hf_moe_config, load_hf_moe_layer  # noqa: E402
 
 TOKENS = (4, 16)  # Sequences, and the length of each.
 TOLERANCE = 1e-5  # Float32, relative to the largest output.
@@ -127,7 +128,7 @@ def load_layer(folder: Path, index: int) -> MoE:
     hf_config = json.loads((folder / "config.json").read_text())
     config = hf_moe_config(hf_config)
     devices = jax.devices()
-    num_ranks = int(np.gcd(len(devices), config.num_experts))
+    num_ranks = math.gcd(len(devices), config.num_experts, DEVICES)
     mesh = Mesh(np.array(devices[:num_ranks]), ("expert",))
     layer = MoE(config, mesh=mesh, rngs=nnx.Rngs(0))
 
