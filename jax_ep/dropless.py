@@ -117,7 +117,7 @@ def in_rounds(
     operands = (params, x, topk_weights)
     out, rounds = tuple(_in_rounds(static, operands, bias, ids, handle))
     # Also of all rounds: with it saved, remat repeats none of them to have `out`.
-    return checkpoint_name(out, "jax_ep_out"), rounds
+    return checkpoint_name(out, "jax_ep_out"), jax.tree.map(_without_tangent, rounds)
 
 
 # d(params, x, weights) = sum over rounds of the layer's own;  d_bias = d_out
@@ -173,6 +173,12 @@ def _in_rounds_bwd(static, residuals, cotangents):
 
 
 _in_rounds.defvjp(_in_rounds_fwd, _in_rounds_bwd)
+
+
+def _without_tangent(count: jax.Array) -> jax.Array:
+    """A custom_vjp's integers carry float0 tangents, and pmax has no rule for those."""
+    bits = lax.bitcast_convert_type(count, jnp.uint32)
+    return lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def _floats(tree):

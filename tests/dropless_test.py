@@ -120,6 +120,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_equals_the_dropless_layer(check_vma, wrap):
@@ -211,6 +212,7 @@ def test_a_step_without_overflow_runs_one_round():
         assert counter["round"] == case.ranks * (2 * num_rounds - 1)
 
 
+@pytest.mark.jax_version
 def test_what_each_round_exchanges():
     run = make(Case(), CPU_FFI, 6)
     text = run.lower(*Case().arrays().values()).compile().as_text()
@@ -228,6 +230,7 @@ def test_what_each_round_exchanges():
     }
 
 
+@pytest.mark.jax_version
 def test_remat_by_names_repeats_no_exchange():
     text = make(Case(), CPU_FFI, 6, wrap=WRAPS["remat names"])
     text = text.lower(*Case().arrays().values()).compile().as_text()
@@ -327,6 +330,7 @@ def scaled_rows(params, x, weights, handle, bias):
     return jax_ep.combine(y, handle, bias=bias)
 
 
+@pytest.mark.jax_version
 def test_scan_and_vmap():
     case = Case()
     arrays = case.arrays()
@@ -395,6 +399,45 @@ def test_payloads_with_integers_and_no_weights():
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
     got = grad(arrays["params"], arrays["x"], 6)
     assert_close(got, grad(arrays["params"], arrays["x"], None))
+
+
+def test_the_layer_uses_it():
+    """`moe` with a capacity and `dropless_fallback` is `moe` without a capacity."""
+    config = jax_ep.MoEConfig(
+        num_experts=8,
+        num_experts_per_tok=2,
+        hidden_size=6,
+        moe_intermediate_size=4,
+        num_shared_experts=1,
+        load_balance_loss_weight=0.01,
+    )
+    params = jax_ep.init_params(jax.random.key(0), config)
+    # Most tokens like the experts of the first rank.
+    kernel = params.router_kernel.at[:, :2].set(0.5)
+    params = dataclasses.replace(params, router_kernel=kernel)
+    x = jax.random.normal(jax.random.key(1), (4, 8, 6)) + 1
+    mesh = CPU_FFI.mesh(expert=4)
+
+    def run(**settings):
+        this = dataclasses.replace(config, **settings)
+
+        def loss(params, x):
+            out, stats = jax_ep.sharded_moe(x, params, this, mesh=mesh)
+            return jnp.sum(jnp.sin(3 * out)) + stats.aux_loss, (out, stats)
+
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (_, (out, stats)), grads = jax.jit(grad)(params, x)
+        return out, grads, stats
+
+    want, want_grads, _ = run()
+    _, _, dropping = run(capacity_factor=0.5)
+    assert int(dropping.num_dropped.sum()) > 0
+    out, grads, stats = run(capacity_factor=0.5, dropless_fallback=True)
+    assert int(stats.num_dropped.sum()) == 0 and int(stats.num_rounds[0]) > 2
+    assert_close(out, want)
+    assert_close(grads, want_grads)
+    _, _, two = run(capacity_factor=0.5, dropless_fallback=True, max_rounds=2)
+    assert 0 < int(two.num_dropped.sum()) < int(dropping.num_dropped.sum())
 
 
 def test_messages():

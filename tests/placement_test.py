@@ -218,6 +218,7 @@ def layer(x, ids, weights, kernel, bias, placement, *, implementation):
     return jax_ep.combine(y, handle)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     "params_spec", [P("expert"), P()], ids=["sharded", "replicated"]
