@@ -8,9 +8,6 @@ from jax import lax
 
 from jax_ep.config import GroupScore, MoEConfig, ScoreFunc
 
-# DeepSeek-V3's, in the sum that weights are divided by.
-_EPSILON = 1e-20
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +122,8 @@ def topk_routing(
       expert (`group_score="max"`); `norm_topk_prob=False`.
     - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid scores; groups by the sum
       of their two best; experts by score + bias, weights from the scores without it,
-      normalised (sum + 1e-20) and scaled.
+      normalised and scaled. Its code divides by the sum + 1e-20, whose derivative
+      overflows where all scores vanish; here the quotient is a softmax of log scores.
     - sqrt-softplus scores, `sqrt(log(1 + exp(logit)))`, in place of the sigmoid
       (DeepSeek-V4, as MaxText has it).
 
@@ -149,40 +147,41 @@ def topk_routing(
     Derivative: through the scores of the chosen experts.
     """
     logits = logits.astype(jnp.float32)
-    scores = _scores(logits, score_func)
-    choice = lax.stop_gradient(scores)
+    log_scores = _log_scores(logits, score_func)
+    choice = lax.stop_gradient(jnp.exp(log_scores))
     if selection_bias is not None:
         choice += lax.stop_gradient(selection_bias).astype(jnp.float32)[None]
     if n_group > 1:
         choice = _limit_to_groups(choice, n_group, topk_group, group_score)
     _, topk_idx = lax.top_k(choice, num_experts_per_tok)
-    weights = jnp.take_along_axis(scores, topk_idx, axis=1)
+    weights = jnp.take_along_axis(log_scores, topk_idx, axis=1)
+    # A score over a sum of scores is a softmax of their logarithms.
     if norm_topk_prob and num_experts_per_tok > 1:
-        weights /= weights.sum(axis=1, keepdims=True) + _EPSILON
+        weights = jax.nn.softmax(weights, axis=1)
+    else:
+        weights = jnp.exp(weights)
     weights *= routed_scaling_factor
-    if score_func != "softmax":
-        scores /= scores.sum(axis=1, keepdims=True) + _EPSILON
+    probs = jax.nn.softmax(log_scores, axis=1)
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         weights = jnp.where(token_mask[:, None], weights, 0)
-    return Routing(topk_idx.astype(jnp.int32), weights, scores, logits)
+    return Routing(topk_idx.astype(jnp.int32), weights, probs, logits)
 
 
-def _scores(logits: jax.Array, score_func: ScoreFunc) -> jax.Array:
+def _log_scores(logits: jax.Array, score_func: ScoreFunc) -> jax.Array:
     if score_func == "softmax":
-        return jax.nn.softmax(logits, axis=1)
+        return jax.nn.log_softmax(logits, axis=1)
     if score_func == "sigmoid":
-        return jax.nn.sigmoid(logits)
+        return jax.nn.log_sigmoid(logits)
     if score_func != "sqrtsoftplus":
         raise ValueError(
             f"jax_ep.topk_routing: score_func (={score_func!r}) must be 'softmax', "
             "'sigmoid' or 'sqrtsoftplus'."
         )
-    # Below -20 softplus(x) is exp(x) to float32; where it underflows, the square root
-    # would have an infinite slope.
+    # Below -20 softplus(x) is exp(x) to float32, and soon underflows.
     is_small = logits < -20
     softplus = jax.nn.softplus(jnp.where(is_small, 0, logits))
-    return jnp.where(is_small, jnp.exp(logits / 2), jnp.sqrt(softplus))
+    return jnp.where(is_small, logits, jnp.log(softplus)) / 2
 
 
 def _limit_to_groups(choice, n_group, topk_group, group_score):
