@@ -250,27 +250,6 @@ def test_an_axis_that_nothing_varies_over(backend):
     assert_bits_equal(out, base.outputs())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_gradients_do_not_depend_on_the_number_of_ranks(backend, ranks):
-    """The 16 tokens on 1, 2, 4 and 8 ranks; the mean over a data axis too."""
-    function = jax.shard_map(
-        functools.partial(base.layer, implementation=backend.implementation),
-        mesh=backend.mesh(expert=ranks),
-        in_specs=P("expert"),
-        out_specs=P("expert"),
-    )
-    value, got = jax.jit(
-        jax.value_and_grad(
-            lambda x, weights, scales: function(x, IDS, weights, scales).sum(),
-            argnums=(0, 1, 2),
-        )
-    )(X, WEIGHTS, SCALES)
-    assert value == 2074.75
-    assert np.asarray(got[2]).tolist() == base.SCALE_GRADIENTS
-    for g, want in zip(got, base.gradients(), strict=True):
-        assert_bits_equal(g, want)
-
-
 def test_no_gather_of_x(backend):
     """A batch split over (data, expert) is not gathered in front of our calls."""
     if backend.implementation != "ffi":
