@@ -398,10 +398,10 @@ class Dispatch {
       RoutingBatches<kTopk, 1, 0> batches;
       const int32_t* const arrays[1] = {params.recv_slot};
       const float* const none[1] = {nullptr};
-      batches.Start(
-          part.batches,
-          TokensOfChannel(params.num_tokens, channel, ring.channels) * kSources, arrays,
-          none, index);
+      batches.Start(part.batches,
+                    TokensOfChannel(params.num_tokens, channel, ring.channels) *
+                        kSources * kNumPieces,
+                    arrays, none, index);
       InitBarriers(part.barriers, kStages);
       Receiver<kRanks> receiver(common, state, channel, ring, kSlotBytes,
                                 kPhaseDispatchRows);
