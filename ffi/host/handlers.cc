@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/arguments.h"
 #include "ffi/host/combine.h"
 #include "ffi/host/dispatch.h"
 #include "ffi/host/layout.h"
@@ -27,12 +28,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// What Python checks too. HLO can come here without it.
-constexpr int64_t kMaxExperts = 2048;
-constexpr int64_t kMaxRanks = 64;
-// Beyond this (30 years) a deadline would overflow the clock.
-constexpr double kMaxTimeout = 1e9;
-
 ffi::Error ToFfi(const Status& status) {
   switch (status.code()) {
     case Code::kOk:
@@ -46,21 +41,6 @@ ffi::Error ToFfi(const Status& status) {
   }
   return ffi::Error::Internal(status.message());
 }
-
-// The attributes of a call.
-struct Config {
-  std::string axis;
-  int64_t num_ranks = 0;
-  int64_t num_groups = 0;
-  int64_t num_experts = 0;
-  int64_t alignment = 1;
-  int64_t capacity = 0;
-  double timeout_s = 0;
-  bool has_weights = false;
-  bool has_row_values = false;
-  bool has_bias = false;
-  bool wire_f32 = false;
-};
 
 // One call site of one executable, shared by its devices.
 struct HostState {
@@ -81,113 +61,6 @@ struct HostState {
 ffi::TypeId HostState::id = {};
 constexpr ffi::TypeInfo kHostStateInfo = ffi::MakeTypeInfo<HostState>();
 
-// Reads attributes by name; the first that is missing or of another type is the error.
-class Attributes {
- public:
-  explicit Attributes(const ffi::Dictionary& attrs) : attrs_(attrs) {}
-
-  template <typename T>
-  T Get(std::string_view name) {
-    auto value = attrs_.get<T>(name);
-    if (value.has_value()) return *value;
-    if (status_.ok()) {
-      status_ = InvalidArgument("attribute ", name, ": ", value.error().message(), ".");
-    }
-    return T();
-  }
-
-  const Status& status() const { return status_; }
-
- private:
-  const ffi::Dictionary& attrs_;
-  Status status_;
-};
-
-Status ReadCommon(Attributes& attrs, Config& config) {
-  const int64_t abi_version = attrs.Get<int64_t>("abi_version");
-  config.axis = attrs.Get<std::string_view>("axis");
-  config.num_ranks = attrs.Get<int64_t>("num_ranks");
-  const auto groups = attrs.Get<ffi::Span<const int64_t>>("groups");
-  config.num_experts = attrs.Get<int64_t>("num_experts");
-  config.alignment = attrs.Get<int64_t>("expert_alignment");
-  config.capacity = attrs.Get<int64_t>("capacity");
-  config.timeout_s = attrs.Get<double>("timeout_s");
-  if (!attrs.status().ok()) return attrs.status();
-
-  if (abi_version != kAbiVersion) {
-    return InvalidArgument("abi_version (=", abi_version,
-                           ") of the program must be that of the installed jax_ep (=",
-                           kAbiVersion, "); compile or export it again.");
-  }
-  if (config.num_ranks < 1 || config.num_ranks > kMaxRanks) {
-    return InvalidArgument("num_ranks (=", config.num_ranks, ") must be in [1, ",
-                           kMaxRanks, "].");
-  }
-  const int64_t num_positions = static_cast<int64_t>(groups.size());
-  if (num_positions == 0 || num_positions % config.num_ranks != 0) {
-    return InvalidArgument("groups must hold num_ranks (=", config.num_ranks,
-                           ") positions per group, got ", num_positions, " in all.");
-  }
-  config.num_groups = num_positions / config.num_ranks;
-  if (config.num_experts < 1 || config.num_experts > kMaxExperts ||
-      config.num_experts % config.num_ranks != 0) {
-    return InvalidArgument("num_experts (=", config.num_experts,
-                           ") must be a multiple of num_ranks (=", config.num_ranks,
-                           ") and at most ", kMaxExperts, ".");
-  }
-  if (config.capacity < 0 || config.capacity > INT32_MAX) {
-    return InvalidArgument("capacity (=", config.capacity, ") must be in [0, 2^31).");
-  }
-  if (config.alignment < 1 || config.capacity % config.alignment != 0) {
-    return InvalidArgument(
-        "expert_alignment (=", config.alignment,
-        ") must be positive and divide the capacity (=", config.capacity, ").");
-  }
-  if (!(config.timeout_s > 0)) {
-    return InvalidArgument("timeout_s (=", config.timeout_s, ") must be positive.");
-  }
-  config.timeout_s = std::min(config.timeout_s, kMaxTimeout);
-  return Status();
-}
-
-const char* Name(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::F32:
-      return "float32";
-    case ffi::DataType::BF16:
-      return "bfloat16";
-    case ffi::DataType::F16:
-      return "float16";
-    case ffi::DataType::S32:
-      return "int32";
-    case ffi::DataType::U8:
-      return "uint8";
-    case ffi::DataType::U16:
-      return "uint16";
-    case ffi::DataType::U32:
-      return "uint32";
-    default:
-      return "another dtype";
-  }
-}
-
-int64_t Bytes(ffi::DataType dtype) {
-  return static_cast<int64_t>(ffi::ByteWidth(dtype));
-}
-
-// Matches any size of a dimension.
-constexpr int64_t kAny = -1;
-using Dims = std::vector<int64_t>;
-
-std::string Describe(const char* dtype, const Dims& dims) {
-  std::string text = Concat(dtype, "[");
-  for (size_t i = 0; i < dims.size(); ++i) {
-    text += i ? ", " : "";
-    text += dims[i] == kAny ? "any" : std::to_string(dims[i]);
-  }
-  return text + "]";
-}
-
 #if JAX_EP_POISON_OUTPUTS
 // Values that no handler writes, so that a test sees an element it left out: NaN in
 // every float format, and a slot far out of range.
@@ -202,119 +75,10 @@ void Poison(ffi::AnyBuffer buffer) {
 void Poison(ffi::AnyBuffer) {}
 #endif
 
-// The operands or results of a call, taken one after another. The first one that is not
-// what it should be is the error; what is taken after it is null.
-class Buffers {
- public:
-  Buffers(const char* kind, std::vector<ffi::AnyBuffer> buffers)
-      : kind_(kind), buffers_(std::move(buffers)) {}
-
-  // The next buffer, of the given dtype and dimensions.
-  template <typename T>
-  T* Take(const char* name, ffi::DataType dtype, const Dims& dims) {
-    const std::optional<ffi::AnyBuffer> buffer = Next(name);
-    if (!buffer) return nullptr;
-    if (buffer->element_type() != dtype || !Matches(*buffer, dims)) {
-      Fail(name, *buffer, Name(dtype), dims);
-      return nullptr;
-    }
-    return static_cast<T*>(buffer->untyped_data());
-  }
-
-  // The next buffer, of one of `dtypes`, with two dimensions, of which the second is
-  // not zero.
-  std::optional<ffi::AnyBuffer> TakeRows(const char* name,
-                                         std::initializer_list<ffi::DataType> dtypes,
-                                         int64_t num_rows) {
-    const std::optional<ffi::AnyBuffer> buffer = Next(name);
-    if (!buffer) return std::nullopt;
-    const bool known =
-        std::find(dtypes.begin(), dtypes.end(), buffer->element_type()) != dtypes.end();
-    if (!known || !Matches(*buffer, {num_rows, kAny}) || buffer->dimensions()[1] < 1) {
-      std::string names;
-      for (ffi::DataType dtype : dtypes) {
-        names += Concat(names.empty() ? "" : "|", Name(dtype));
-      }
-      Fail(name, *buffer, names.c_str(), {num_rows, kAny});
-      return std::nullopt;
-    }
-    return buffer;
-  }
-
-  // The dimensions of the next buffer, which is not taken, where it has `ndim` of them.
-  Dims Peek(const char* name, size_t ndim) {
-    const size_t position = position_;
-    const std::optional<ffi::AnyBuffer> buffer = Next(name);
-    position_ = position;
-    if (!buffer) return Dims(ndim, 0);
-    const auto dims = buffer->dimensions();
-    if (dims.size() == ndim) return Dims(dims.begin(), dims.end());
-    Fail(name, *buffer, "int32", Dims(ndim, kAny));
-    return Dims(ndim, 0);
-  }
-
-  size_t num_left() const { return buffers_.size() - position_; }
-
-  Status Finish() {
-    if (status_.ok() && num_left() > 0) {
-      status_ = InvalidArgument("expected ", position_, " ", kind_, "s, got ",
-                                buffers_.size(), ".");
-    }
-    return status_;
-  }
-
- private:
-  std::optional<ffi::AnyBuffer> Next(const char* name) {
-    if (!status_.ok()) return std::nullopt;
-    if (position_ < buffers_.size()) return buffers_[position_++];
-    status_ = InvalidArgument(kind_, " ", name, " is missing; got ", buffers_.size(),
-                              " ", kind_, "s.");
-    return std::nullopt;
-  }
-
-  static bool Matches(const ffi::AnyBuffer& buffer, const Dims& dims) {
-    const auto actual = buffer.dimensions();
-    if (actual.size() != dims.size()) return false;
-    for (size_t i = 0; i < dims.size(); ++i) {
-      if (dims[i] != kAny && dims[i] != actual[i]) return false;
-    }
-    return true;
-  }
-
-  void Fail(const char* name, const ffi::AnyBuffer& buffer, const char* dtypes,
-            const Dims& dims) {
-    const auto actual = buffer.dimensions();
-    status_ = InvalidArgument(
-        kind_, " ", name, " must be ", Describe(dtypes, dims), ", got ",
-        Describe(Name(buffer.element_type()), Dims(actual.begin(), actual.end())), ".");
-  }
-
-  const char* kind_;
-  std::vector<ffi::AnyBuffer> buffers_;
-  size_t position_ = 0;
-  Status status_;
-};
-
-Buffers OperandsOf(const ffi::RemainingArgs& args) {
-  std::vector<ffi::AnyBuffer> buffers;
-  for (size_t i = 0; i < args.size(); ++i) {
-    auto buffer = args.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) break;  // not a buffer; then one is missing
-    buffers.push_back(*buffer);
-  }
-  return Buffers("operand", std::move(buffers));
-}
-
-Buffers ResultsOf(const ffi::RemainingRets& rets) {
-  std::vector<ffi::AnyBuffer> buffers;
+void PoisonAll(const ffi::RemainingRets& rets) {
   for (size_t i = 0; i < rets.size(); ++i) {
-    auto buffer = rets.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) break;
-    ExpectFullWrite((**buffer).untyped_data(), (**buffer).size_bytes());
-    Poison(**buffer);
-    buffers.push_back(**buffer);
+    if (auto buffer = rets.get<ffi::AnyBuffer>(i); buffer.has_value()) Poison(**buffer);
   }
-  return Buffers("result", std::move(buffers));
 }
 
 // What all ranks of a call must have in common besides the attributes.
@@ -329,20 +93,6 @@ struct Shape {
            widths == other.widths;
   }
 };
-
-Status CheckShape(const Config& config, const Shape& shape) {
-  if (shape.topk > kMaxTopk) {
-    return InvalidArgument("top-k (=", shape.topk, ") must be at most ", kMaxTopk, ".");
-  }
-  // Rows wanted at one rank are counted in int32.
-  const int64_t limit = INT32_MAX / config.num_ranks / std::max<int64_t>(1, shape.topk);
-  if (shape.tokens > limit) {
-    return InvalidArgument("tokens per rank (=", shape.tokens, ") must be at most ",
-                           limit, " with top-k ", shape.topk, " and ", config.num_ranks,
-                           " ranks.");
-  }
-  return Status();
-}
 
 // slot, slot_rank, recv_slot, of which the first fixes T and K.
 Routing TakeRouting(const Config& config, Buffers& operands, Shape& shape) {
@@ -392,7 +142,7 @@ struct LayoutStage {
     b.num_recv = results.Take<int32_t>("num_recv", kS32, {num_ranks});
     b.num_dropped = results.Take<int32_t>("num_dropped", kS32, {num_ranks});
     b.num_invalid = results.Take<int32_t>("num_invalid", kS32, {1});
-    return CheckShape(config, brought.shape);
+    return CheckTokens(config, brought.shape.tokens, brought.shape.topk);
   }
 
   static Status Run(const Config& config, const std::vector<Brought*>& ranks,
@@ -462,7 +212,7 @@ struct DispatchStage {
             ") must name rows below the capacity (=", config.capacity, ").");
       }
     }
-    return CheckShape(config, shape);
+    return CheckTokens(config, shape.tokens, shape.topk);
   }
 
   static Status Run(const Config& config, const std::vector<Brought*>& ranks,
@@ -527,7 +277,7 @@ struct CombineStage {
                                              {shape.tokens, shape.widths[i]}));
       }
     }
-    return CheckShape(config, shape);
+    return CheckTokens(config, shape.tokens, shape.topk);
   }
 
   static Status Run(const Config& config, const std::vector<Brought*>& ranks,
@@ -582,19 +332,20 @@ void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
   };
 
   Buffers operands = OperandsOf(args);
+  PoisonAll(rets);
   Buffers results = ResultsOf(rets);
   const auto* position = operands.Take<int32_t>("rank", ffi::DataType::S32, {2});
   const bool knows_group =
-      position != nullptr && position[1] >= 0 && position[1] < config.num_groups;
+      position != nullptr && position[1] >= 0 && position[1] < config.num_groups();
   if (!knows_group || position[0] < 0 || position[0] >= config.num_ranks) {
     Status status =
         position == nullptr
             ? operands.Finish()
             : InvalidArgument("operand rank (=", position[0], ", ", position[1],
                               ") must hold a rank below ", config.num_ranks,
-                              " and a group below ", config.num_groups, ".");
+                              " and a group below ", config.num_groups(), ".");
     // Whoever waits for this rank must know; all groups, if it does not know its own.
-    for (int64_t group = 0; group < config.num_groups; ++group) {
+    for (int64_t group = 0; group < config.num_groups(); ++group) {
       if (knows_group && group != position[1]) continue;
       Rendezvous::Global().Fail(Key{state->uid, run_id, group}, call, status, schedule);
     }
