@@ -46,7 +46,9 @@ def main() -> int:
         check_checkpoint(checkpoints.latest_step(), settings, out, resume)
         text = json.dumps(dataclasses.asdict(settings), indent=2)
         (out / "settings.json").write_text(text + "\n")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        parser.error(f"--out {out}: {error.strerror}")
+    except ValueError as error:
         parser.error(str(error))
 
     console = Console()
@@ -60,7 +62,8 @@ def main() -> int:
             if resume:
                 run.restore()
             is_done = run.train(console)
-            run.draw(out / "training.png")
+            if run.step:
+                run.draw(out / "training.png")
             if is_done:
                 report(run, out, console)
     except KeyboardInterrupt:

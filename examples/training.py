@@ -72,8 +72,9 @@ class Run:
             implementation=settings.implementation,
         )
         self.model = lm.LanguageModel(config, settings.layers, nnx.Rngs(settings.seed))
+        warmup = min(WARMUP_STEPS, settings.steps // 2)
         rate = optax.warmup_cosine_decay_schedule(
-            0, LEARNING_RATE, WARMUP_STEPS, settings.steps, LEARNING_RATE / 10
+            0, LEARNING_RATE, warmup, settings.steps, LEARNING_RATE / 10
         )
         adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
         self.optimizer = nnx.Optimizer(self.model, adam, wrt=nnx.Param)
@@ -183,9 +184,7 @@ class Run:
             length=SAMPLE_BYTES,
             temperature=TEMPERATURE,
         )
-        texts = context[0, -PROMPT_BYTES:], np.asarray(new)[0]
-        prompt, new = (bytes(text.astype(np.uint8).tolist()) for text in texts)
-        return prompt.decode(errors="replace"), new.decode(errors="replace")
+        return readable(context[0, -PROMPT_BYTES:]), readable(np.asarray(new)[0])
 
     def draw(self, path: Path) -> None:
         """The loss curve, and each expert's share of the last steps' slots."""
@@ -213,6 +212,12 @@ class Run:
         loads.set_title("Load of the experts in the last steps (1 = equal share)")
         figure.colorbar(image, ax=loads)
         figure.savefig(path, dpi=120)
+
+
+def readable(text: np.ndarray) -> str:
+    """Bytes as a string without control characters, which terminals obey."""
+    characters = text.astype(np.uint8).tobytes().decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in characters)
 
 
 def progress_bar(console: Console) -> progress.Progress:
