@@ -134,7 +134,8 @@ def version() -> tuple[int, int]:
     except RuntimeError as error:  # cuda-python has no NVRTC library to load
         raise ImportError(
             f"jax_ep: NVRTC, which compiles the CUDA kernels, cannot be loaded "
-            f"({error}). {_INSTALL} brings it (nvidia-cuda-nvrtc)."
+            f"({' '.join(str(error).split())}). {_INSTALL} brings it "
+            "(nvidia-cuda-nvrtc)."
         ) from error
     _check(nvrtc, result, "")
     return major, minor
