@@ -63,7 +63,7 @@ class Config:
 
 def layout(config: Config, topk_idx: jax.Array) -> list[jax.Array]:
     """The array fields of a `Handle`, in its order, from clamped ids `[T, K]`."""
-    return _layout_p.bind(topk_idx, config=config)
+    return _bind(_layout_p, _layout_types, topk_idx, config=config)
 
 
 def dispatch(config: Config, handle, leaves, weights):
@@ -78,8 +78,13 @@ def dispatch(config: Config, handle, leaves, weights):
     has_weights = weights is not None
     if has_weights:
         operands.append(weights)
-    results = _dispatch_p.bind(
-        *operands, *leaves, config=config, has_weights=has_weights
+    results = _bind(
+        _dispatch_p,
+        _dispatch_types,
+        *operands,
+        *leaves,
+        config=config,
+        has_weights=has_weights,
     )
     return tuple(results[has_weights:]), results[0] if has_weights else None
 
@@ -97,7 +102,9 @@ def combine(
     """Sums `[T, W]` per leaf `[C, W]`, and `row_values[slot]` as `[T, K]` or None."""
     operands = [handle.slot, handle.slot_rank, handle.recv_slot]
     operands += [value for value in (weights, row_values) if value is not None]
-    results = _combine_p.bind(
+    results = _bind(
+        _combine_p,
+        _combine_types,
         *operands,
         *leaves,
         *(bias or ()),
@@ -109,6 +116,16 @@ def combine(
     )
     has_values = row_values is not None
     return tuple(results[has_values:]), results[0] if has_values else None
+
+
+def _bind(primitive, result_types, slot, *operands, **params):
+    if slot.shape[0]:
+        return primitive.bind(slot, *operands, **params)
+    # T = 0 on all ranks: nothing to exchange, and XLA stumbles over empty operands.
+    varying = tuple(sorted(jax.typeof(slot).mat.varying))
+    types = result_types(*map(jax.typeof, (slot, *operands)), **params)
+    zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
+    return lax.pcast(zeros, varying, to="varying") if varying else zeros
 
 
 def _layout_types(topk_idx, *, config):

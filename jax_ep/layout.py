@@ -240,12 +240,12 @@ def call_config(operation: str, handle: Handle) -> ffi.Config:
 
 def row_is_kept(handle: Handle) -> jax.Array:
     """`[C]` bool: rows that hold a token. False on padding and past the last group."""
-    row = jnp.arange(handle.capacity, dtype=jnp.int32)
-    ends = handle.group_offsets + handle.group_sizes
-    expert = jnp.searchsorted(ends, row, side="right")
-    expert = jnp.minimum(expert, ends.shape[0] - 1)
-    first = handle.group_offsets[expert]
-    return (row >= first) & (row < first + handle.group_counts[expert])
+    # +1 where a group starts and -1 behind its last kept row. Not a search, which would
+    # be a loop that splits a CUDA graph.
+    edges = jnp.zeros(handle.capacity + 1, jnp.int32)
+    edges = edges.at[handle.group_offsets].add(1)
+    edges = edges.at[handle.group_offsets + handle.group_counts].add(-1)
+    return jnp.cumsum(edges)[:-1] > 0
 
 
 def _positive(operation: str, name: str, value: int) -> int:
