@@ -203,7 +203,8 @@ def sharded_moe(
       params: global `MoEParams`, all E experts.
       config: the layer.
       mesh: `jax.sharding.Mesh` of Auto or Explicit axes. None is that of the context
-        (`jax.set_mesh`) or of x's type; without any, one device.
+        (`jax.set_mesh`), or the one that x or params are sharded over; without any,
+        one device.
       axis_name: mesh axis, or tuple of axes, that the experts are split over. One that
         the mesh lacks has size 1.
       data_axes: mesh axes that tokens are split over besides. None is all others.
@@ -227,7 +228,7 @@ def sharded_moe(
     if context.manual_axes:
         mesh = context
     elif mesh is None:
-        mesh = _mesh(x)
+        mesh = _mesh((x, params))
     expert_names = names_of(axis_name)
     data_names = names_of(data_axes)
     for name in data_names:
@@ -335,11 +336,11 @@ def _reshard(tree, specs, mesh):
     return jax.tree.map(reshard, specs, tree, is_leaf=lambda s: isinstance(s, P))
 
 
-def _mesh(x):
-    """The mesh of the context, else of x's type, else of one device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty:
-        mesh = jax.sharding.AbstractMesh((1,), ("expert",), axis_types=(AxisType.Auto,))
-    return mesh
+def _mesh(tree):
+    """The mesh of the context, else of the arrays' types, else of one device."""
+    meshes = [jax.sharding.get_abstract_mesh()]
+    meshes += [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree)]
+    for mesh in meshes:
+        if not mesh.empty:
+            return mesh
+    return jax.sharding.AbstractMesh((1,), ("expert",), axis_types=(AxisType.Auto,))

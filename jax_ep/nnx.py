@@ -45,7 +45,7 @@ class MoE(nnx.Module):
         without it, or on no mesh, all experts are on each device.
       data_axes: mesh axes that tokens are split over besides; None is all others.
       fsdp_axis: one of them that weights are split over along H besides.
-      mesh: the mesh; None is that of the context or of the input.
+      mesh: the mesh; None is that of the context, or of the arrays.
       dtype: in which inputs are taken and experts computed; None is the input's. The
         router computes in float32 always.
       param_dtype: of the parameters.
