@@ -188,15 +188,14 @@ size_t Rendezvous::num_slots() const {
 }
 
 void Rendezvous::Stop() {
+  // In a forked child the thread does not exist, and the lock may be held for ever.
+  if (watchdog_pid_ != getpid()) return;
   std::thread* watchdog = nullptr;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    // In a forked child there is no such thread; see WakeWatchdogBy.
-    if (watchdog_ != nullptr && watchdog_pid_ == getpid()) {
-      watchdog = std::exchange(watchdog_, nullptr);
-      stop_ = true;
-      wake_.notify_all();
-    }
+    watchdog = std::exchange(watchdog_, nullptr);
+    stop_ = watchdog != nullptr;
+    wake_.notify_all();
   }
   if (watchdog == nullptr) return;
   watchdog->join();

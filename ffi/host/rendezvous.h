@@ -6,6 +6,7 @@
 // everything and does the work for all.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -122,7 +123,7 @@ class Rendezvous {
   // The watchdog. On the heap, so that a forked child, where the thread does not exist,
   // can leave it behind.
   std::thread* watchdog_ = nullptr;
-  int64_t watchdog_pid_ = 0;
+  std::atomic<int64_t> watchdog_pid_{0};
   bool stop_ = false;
   Clock::time_point next_wake_ = Clock::time_point::max();
   std::condition_variable wake_;
