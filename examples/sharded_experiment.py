@@ -59,6 +59,7 @@ class Settings:
     layers: int = 2
     steps: int = 50
     fsdp: int = 2
+    dropless_fallback: bool = False
     seed: int = 0
     capacity_factor: float | None = None
     expert: int = 4
@@ -81,6 +82,7 @@ class Settings:
             hidden_size=self.hidden,
             moe_intermediate_size=2 * self.hidden,
             capacity_factor=self.capacity_factor,
+            dropless_fallback=self.dropless_fallback,
             load_balance_loss_weight=1e-2,
             router_z_loss_weight=1e-3,
         )
@@ -298,7 +300,7 @@ def difference(results: dict, label: str) -> tuple[np.ndarray, int | None]:
 
 
 def write_table(results: dict, path: Path, console: Console) -> None:
-    columns = ("run", "data, fsdp, expert", "loss", "held out", "dropped", "ms/step")
+    columns = ("run", "mesh", "loss", "held out", "dropped", "ms/step")
     rows = [
         (
             label,
@@ -386,18 +388,19 @@ def command_line() -> argparse.ArgumentParser:
         epilog="""examples:
   sharded_experiment.py                                      EP degrees 1, 2, 4, 8
   sharded_experiment.py --sweep capacity-factor=none,1.5,1,0.75
+  sharded_experiment.py --sweep capacity-factor=none,0.5 --dropless-fallback
   sharded_experiment.py --sweep seed=0,1,2 --expert 2 --fsdp 4""",
     )
     add = parser.add_argument
     default = Settings()
     for field in dataclasses.fields(Settings):
-        kind = SWEEPS.get(field.name, int)
-        add(
-            f"--{field.name.replace('_', '-')}",
-            type=kind,
-            default=getattr(default, field.name),
-            help="[%(default)s]",
-        )
+        flag = f"--{field.name.replace('_', '-')}"
+        if field.type is bool:
+            text = "send what exceeds the capacity in further rounds"
+            add(flag, action="store_true", help=text)
+        else:
+            kind, value = SWEEPS.get(field.name, int), getattr(default, field.name)
+            add(flag, type=kind, default=value, help="[%(default)s]")
     add(
         "--sweep",
         type=sweep,

@@ -35,7 +35,7 @@ def test_ep_degree_does_not_change_the_loss(tmp_path):
         assert f"expert={ranks} has the loss of expert=1 to " in text
     with (out / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["data, fsdp, expert"] for row in rows] == [
+    assert [row["mesh"] for row in rows] == [
         "4, 2, 1",
         "2, 2, 2",
         "1, 2, 4",
@@ -61,3 +61,13 @@ def test_resumes_on_the_same_curve(tmp_path):
     with (parts / "results.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["dropped"] != "0.00%"
+
+
+@pytest.mark.timeout(240)
+def test_further_rounds_give_the_dropless_loss(tmp_path):
+    sweep = ["--sweep", "capacity-factor=none,0.5", "--dropless-fallback"]
+    run(*sweep, "--steps", "3", "--out", tmp_path / "out")
+    with (tmp_path / "out" / "results.csv").open() as file:
+        dropless, in_rounds = csv.DictReader(file)
+    assert in_rounds["dropped"] == "0.00%"
+    assert in_rounds["held out"] == dropless["held out"]
