@@ -46,28 +46,21 @@ def test_ep_degree_does_not_change_the_loss(tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_resumes_on_the_same_curve(tmp_path):
+def test_resumes_and_further_rounds(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    sweep = ["--sweep", "capacity-factor=0.75", "--expert", "2"]
-    run(*sweep, "--steps", "4", "--out", whole)
-    run(*sweep, "--steps", "2", "--out", parts)
-    assert "has results" in run(*sweep, "--out", parts, code=1)
-    refused = run(*sweep, "--fsdp", "4", "--resume", "--out", parts, code=1)
-    assert "--resume: fsdp was 2 in" in refused
-    text = run(*sweep, "--steps", "4", "--resume", "--out", parts)
-    name = "capacity_factor=0.75"
-    assert losses(parts / name, 4) == losses(whole / name, 4)
-    assert f"{name}: held-out loss" in text
-    with (parts / "results.csv").open() as file:
-        (row,) = csv.DictReader(file)
-    assert row["dropped"] != "0.00%"
-
-
-@pytest.mark.timeout(240)
-def test_further_rounds_give_the_dropless_loss(tmp_path):
-    sweep = ["--sweep", "capacity-factor=none,0.5", "--dropless-fallback"]
-    run(*sweep, "--steps", "3", "--out", tmp_path / "out")
-    with (tmp_path / "out" / "results.csv").open() as file:
+    options = ["--dropless-fallback", "--expert", "2"]
+    run(*options, "--sweep", "capacity-factor=none,0.5", "--steps", "3", "--out", whole)
+    with (whole / "results.csv").open() as file:
         dropless, in_rounds = csv.DictReader(file)
     assert in_rounds["dropped"] == "0.00%"
     assert in_rounds["held out"] == dropless["held out"]
+
+    options += ["--sweep", "capacity-factor=0.5", "--out", parts]
+    run(*options, "--steps", "2")
+    assert "has results" in run(*options, code=1)
+    refused = run(*options, "--fsdp", "4", "--resume", code=1)
+    assert "--resume: fsdp was 2 in" in refused
+    text = run(*options, "--steps", "3", "--resume")
+    name = "capacity_factor=0.5"
+    assert losses(parts / name, 3) == losses(whole / name, 3)
+    assert f"{name}: held-out loss" in text
