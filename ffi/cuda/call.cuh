@@ -17,6 +17,8 @@ namespace jax_ep::cuda {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
+constexpr int kBeginBarrier = 1;  // 0 is __syncthreads
+
 __device__ __forceinline__ int Lane() { return threadIdx.x & 31; }
 
 // The block's view of the call, in shared memory.
@@ -157,32 +159,49 @@ __device__ __noinline__ uint64_t AwaitAtLeast(const CommonParams* common,
   }
 }
 
-// Enters a call; all threads of the block. `signature` tells calls that could run at
-// the same time apart and is not 0. Afterwards the block may have failed already.
+// Enters a call; one warp of the block, before AwaitBegin of all. `signature` tells
+// calls that could run at the same time apart and is not 0. Afterwards the block may
+// have failed already.
 __device__ __forceinline__ void BeginCall(const CommonParams& common,
                                           uint64_t signature, bool ring_call,
                                           CallState* state) {
-  if (threadIdx.x == 0) {
-    Control* control = ControlOf(common, common.rank);
+  Control* control = ControlOf(common, common.rank);
+  // One word per lane, so that their latencies overlap.
+  uint64_t word = 0;
+  if (Lane() == 0) {
+    word = atomicCAS(reinterpret_cast<unsigned long long*>(&control->busy), 0ull,
+                     static_cast<unsigned long long>(signature));
+  } else if (Lane() == 1) {
+    // Only the last block of a call changes these, after all blocks entered.
+    word = ring_call ? control->ring_calls + 1 : control->id_rounds;
+  } else if (Lane() == 2) {
+    word = ptx::LoadRelaxedSystem(&control->abort);
+  } else if (Lane() == 3) {
+    word = common.rank_operand != nullptr ? common.rank_operand[0] : common.rank;
+  }
+  const uint64_t other = __shfl_sync(kAllLanes, word, 0);
+  const uint64_t number = __shfl_sync(kAllLanes, word, 1);
+  const uint64_t abort = __shfl_sync(kAllLanes, word, 2);
+  const int rank = static_cast<int>(__shfl_sync(kAllLanes, word, 3));
+  if (Lane() == 0) {
     state->failed = 0;
     state->last = 0;
-    const uint64_t other =
-        atomicCAS(reinterpret_cast<unsigned long long*>(&control->busy), 0ull,
-                  static_cast<unsigned long long>(signature));
     state->entered = other == 0 || other == signature;
-    // Only the last block of a call changes these, after all blocks entered.
-    state->number = ring_call ? control->ring_calls + 1 : control->id_rounds;
-    if (!CheckAbort(&common, state)) {
-      if (!state->entered) {
-        GiveUp(&common, state, kPhaseOverlap, -1, -1, signature, other, 0);
-      } else if (common.rank_operand != nullptr &&
-                 common.rank_operand[0] != common.rank) {
-        GiveUp(&common, state, kPhaseRankMismatch, -1, -1, common.rank,
-               static_cast<uint64_t>(common.rank_operand[0]), 0);
-      }
+    state->number = number;
+    if (abort != 0) {
+      CheckAbort(&common, state);
+    } else if (!state->entered) {
+      GiveUp(&common, state, kPhaseOverlap, -1, -1, signature, other, 0);
+    } else if (rank != common.rank) {
+      GiveUp(&common, state, kPhaseRankMismatch, -1, -1, common.rank, rank, 0);
     }
   }
-  __syncthreads();
+}
+
+// Waits, all threads of the block, for what BeginCall wrote to `state`. Warps may come
+// from different places, having started what does not depend on the call.
+__device__ __forceinline__ void AwaitBegin() {
+  ptx::NamedBarrier(kBeginBarrier, blockDim.x);
 }
 
 // Leaves a call; all threads of the block, their own writes complete. In a failed
@@ -219,6 +238,7 @@ __device__ __forceinline__ void EndCall(const CommonParams& common, CallState* s
     control->blocks_done = 0;
     control->barrier = 0;
     control->invalid_ids = 0;
+    control->zero_chunks = 0;
     control->busy = 0;
   }
 }

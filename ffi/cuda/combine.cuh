@@ -2,9 +2,9 @@
 // the source adds the ranks' rows while others are still under way.
 //
 // A block is one channel: a loader warp brings rows of y to shared memory, a team of
-// warps adds them in registers and sends the sums; a second loader brings the sums
-// that arrive, a second team adds those and writes the result. Sums for tokens of
-// this rank take the same way, through this rank's own range of the ring. A leaf's
+// warps adds them in registers, a sender warp sends the sums; a second loader brings
+// the sums that arrive, a second team adds those and writes the result. Sums for tokens
+// of this rank take the same way, through this rank's own range of the ring. A leaf's
 // row travels in pieces; a sum is a piece of a token's partial or final sum.
 
 #ifndef JAX_EP_FFI_CUDA_COMBINE_CUH_
@@ -48,32 +48,28 @@ class Combine {
     __shared__ CallState state;
     const CommonParams& common = params.common;
     const uint64_t signature = reinterpret_cast<uint64_t>(params.out[0]) * 4 + 3;
-    BeginCall(common, signature, /*ring_call=*/true, &state);
-
     const RingShape ring = MakeRing(kRanks, kSlotBytes, gridDim.x);
     const int channel = blockIdx.x;
     const Parts parts(shared);
-    if (threadIdx.x < kShape.send_stages) {
-      ptx::BarrierInit(&parts.send_full[threadIdx.x], 1);
-      ptx::BarrierInit(&parts.send_empty[threadIdx.x], kTeamWarps);
-    }
-    if (threadIdx.x < kShape.recv_stages) {
-      ptx::BarrierInit(&parts.recv_full[threadIdx.x], 1);
-      ptx::BarrierInit(&parts.recv_empty[threadIdx.x], kTeamWarps);
-    }
+    InitStages<kShape.send_stages>(parts.send_full, parts.send_empty, 1, kTeamWarps);
+    InitStages<kShape.out_stages>(parts.out_full, parts.out_empty, kTeamWarps, 1);
+    InitStages<kShape.recv_stages>(parts.recv_full, parts.recv_empty, 1, kTeamWarps);
     ptx::BarrierInitFence();
     __syncthreads();
     const int warp = threadIdx.x / 32;
-    if (channel < ring.channels) {
-      if (warp == 0) {
-        LoadRows(params, channel, ring, parts);
-      } else if (warp == 1) {
-        LoadSums(params, &state, channel, ring, parts);
-      } else if (warp < 2 + kTeamWarps) {
-        SendSums(params, &state, channel, ring, parts, threadIdx.x - 64);
-      } else {
-        WriteSums(params, parts, threadIdx.x - 64 - kTeamThreads);
-      }
+    if (warp == 0) BeginCall(common, signature, /*ring_call=*/true, &state);
+    if (channel >= ring.channels) {
+      AwaitBegin();
+    } else if (warp == 0) {
+      SendSums(params, &state, channel, ring, parts);
+    } else if (warp == 1) {
+      LoadRows(params, channel, ring, parts);
+    } else if (warp == 2) {
+      LoadSums(params, &state, channel, ring, parts);
+    } else if (warp < 3 + kTeamWarps) {
+      AddRows(params, parts, threadIdx.x - 32 * 3);
+    } else {
+      WriteSums(params, parts, threadIdx.x - 32 * (3 + kTeamWarps));
     }
     EndCall(
         common, &state, [&](int part, int count) { Poison(params, part, count); },
@@ -92,21 +88,28 @@ class Combine {
     int32_t extra[kMaxTopk];  // row values, or the owners of a token's entries
   };
 
+  // What the team tells the sender about a sum.
+  struct Output {
+    int32_t rank;  // to send to; -1 ends the work
+    uint32_t bytes;
+  };
+
   struct Parts {
     uint8_t* send_stages;
     uint8_t* recv_stages;
-    uint8_t* outs;
+    uint8_t* out_stages;
     int32_t* send_batches;
     int32_t* recv_batches;
     Input* send_inputs;
     Input* recv_inputs;
-    uint64_t *send_full, *send_empty, *recv_full, *recv_empty;
+    Output* outputs;
+    uint64_t *send_full, *send_empty, *recv_full, *recv_empty, *out_full, *out_empty;
 
     __device__ __forceinline__ explicit Parts(uint8_t* shared) {
       send_stages = shared;
       recv_stages = send_stages + kShape.send_stages * kInBytes;
-      outs = recv_stages + kShape.recv_stages * kSlotBytes;
-      uint8_t* meta = outs + kShape.out_stages * kSlotBytes;
+      out_stages = recv_stages + kShape.recv_stages * kSlotBytes;
+      uint8_t* meta = out_stages + kShape.out_stages * kSlotBytes;
       send_batches = reinterpret_cast<int32_t*>(meta);
       recv_batches = send_batches + 3 * 3 * kBatchEntries;
       meta += kCombineMetaBytes;
@@ -114,12 +117,15 @@ class Combine {
       send_empty = send_full + kShape.send_stages;
       recv_full = send_empty + kShape.send_stages;
       recv_empty = recv_full + kShape.recv_stages;
-      send_inputs = reinterpret_cast<Input*>(recv_empty + kShape.recv_stages);
+      out_full = recv_empty + kShape.recv_stages;
+      out_empty = out_full + kShape.out_stages;
+      send_inputs = reinterpret_cast<Input*>(out_empty + kShape.out_stages);
       recv_inputs = send_inputs + kShape.send_stages;
+      outputs = reinterpret_cast<Output*>(recv_inputs + kShape.recv_stages);
     }
   };
   static constexpr int64_t kInBytes = AlignUp(kShape.wire.in_bytes, 128);
-  static_assert(sizeof(Input) + 16 <= 64 + 4 * kMaxTopk, "launch_shape.h");
+  static_assert(sizeof(Input) + 16 <= kStageMetaBytes, "launch_shape.h");
 
   // Compile-time facts of a leaf.
   template <int kLeaf>
@@ -134,6 +140,10 @@ class Combine {
     // Vectors of a piece per thread of a team.
     static constexpr int kVectors =
         (kShape.piece_elems / kSize + kTeamThreads - 1) / kTeamThreads;
+    // Whether every thread has exactly so many.
+    static constexpr bool kExact =
+        kShape.num_pieces == 1 &&
+        (kWidth + kSize - 1) / kSize == kVectors * kTeamThreads;
     // Whether bulk copies can move rows of y, bias and the result.
     static constexpr bool kBulk = kWidth * kItem % 16 == 0;
 
@@ -173,11 +183,19 @@ class Combine {
     if constexpr (kLeaf + 1 < kNumLeaves) ForEachPiece<kLeaf + 1>(visitor);
   }
 
+  template <int kStages>
+  __device__ static __forceinline__ void InitStages(uint64_t* full, uint64_t* empty,
+                                                    int writers, int readers) {
+    if (threadIdx.x >= kStages) return;
+    ptx::BarrierInit(full + threadIdx.x, writers);
+    ptx::BarrierInit(empty + threadIdx.x, readers);
+  }
+
   // A stage's barriers: `full` completes with the load, `empty` when the team has read.
   // `use` counts the stages used before.
   template <int kStages>
   __device__ static __forceinline__ void AwaitEmpty(uint64_t* empty, uint32_t use) {
-    // Pairs with the arrivals in ReadDone.
+    // Pairs with the readers' arrivals.
     if (use >= kStages) {
       ptx::BarrierWait(empty + use % kStages, (use / kStages - 1) & 1);
     }
@@ -187,9 +205,10 @@ class Combine {
     // Pairs with the loader's arrival and the copy engine's completion.
     ptx::BarrierWait(full + use % kStages, use / kStages & 1);
   }
-  __device__ static __forceinline__ void ReadDone(uint64_t* empty) {
+  // Arrives for the warp, whose lanes are done with the stage.
+  __device__ static __forceinline__ void ArriveWarp(uint64_t* barrier) {
     __syncwarp();
-    if (Lane() == 0) ptx::BarrierArrive(empty);
+    if (Lane() == 0) ptx::BarrierArrive(barrier);
   }
 
   // --- expert side ------------------------------------------------------------------
@@ -211,6 +230,7 @@ class Combine {
     batches.Start(parts.send_batches,
                   TokensOfChannel(params.num_tokens, channel, ring.channels) * kRanks,
                   arrays, gathers, index);
+    AwaitBegin();
 
     uint32_t loaded = 0;
     while (batches.Next(index)) {
@@ -279,14 +299,10 @@ class Combine {
     }
   }
 
-  __device__ static __forceinline__ void SendSums(const CombineParams& params,
-                                                  CallState* state, int channel,
-                                                  RingShape ring, const Parts& parts,
-                                                  int thread) {
+  __device__ static __forceinline__ void AddRows(const CombineParams& params,
+                                                 const Parts& parts, int thread) {
     constexpr int kStages = kShape.send_stages;
-    // Only the team's first warp sends.
-    Sender<kRanks> sender(params.common, state, channel, ring, kSlotBytes,
-                          kPhaseCombineReuse, kPhaseCombineCredit);
+    AwaitBegin();
     uint32_t used = 0, sums = 0;
     while (true) {
       AwaitFull<kStages>(parts.send_full, used);
@@ -294,20 +310,20 @@ class Combine {
       const int inputs = input->inputs;
       if (inputs < 0) break;
       VisitLeaf(input->leaf, [&](auto leaf_type) {
-        using L = decltype(leaf_type);
-        SendSum<L>(params, parts, sender, thread, inputs, &used, sums);
+        AddRowsOfSum<decltype(leaf_type)>(params, parts, thread, inputs, &used, sums);
       });
       ++sums;
     }
-    if (thread < 32) sender.Flush();
+    AwaitEmpty<kShape.out_stages>(parts.out_empty, sums);
+    if (thread == 0) parts.outputs[sums % kShape.out_stages].rank = -1;
+    ArriveWarp(parts.out_full + sums % kShape.out_stages);
   }
 
   template <class L>
-  __device__ static __forceinline__ void SendSum(const CombineParams& params,
-                                                 const Parts& parts,
-                                                 Sender<kRanks>& sender, int thread,
-                                                 int inputs, uint32_t* used,
-                                                 uint32_t sums) {
+  __device__ static __forceinline__ void AddRowsOfSum(const CombineParams& params,
+                                                      const Parts& parts, int thread,
+                                                      int inputs, uint32_t* used,
+                                                      uint32_t sums) {
     constexpr int kStages = kShape.send_stages;
     const Input* first = parts.send_inputs + *used % kStages;
     const int piece = first->piece;
@@ -325,7 +341,7 @@ class Combine {
 #pragma unroll
       for (int v = 0; v < L::kVectors; ++v) {
         const int index = v * kTeamThreads + thread;
-        if (index < vectors) {
+        if (L::kExact || index < vectors) {
           uint4 bits;
           if constexpr (L::kBulk) {
             bits = reinterpret_cast<const uint4*>(bytes)[index];
@@ -340,39 +356,63 @@ class Combine {
           Accumulate<Config::kHasWeights>(acc[v], values, weight);
         }
       }
-      ReadDone(parts.send_empty + stage);
+      ArriveWarp(parts.send_empty + stage);
       ++*used;
     }
-    // The buffer is free: before the barrier of the sum before this one, the first
-    // warp waited until its last user had been read.
-    uint8_t* out = parts.outs + sums % kShape.out_stages * kSlotBytes;
+    const uint32_t stage = sums % kShape.out_stages;
+    AwaitEmpty<kShape.out_stages>(parts.out_empty, sums);
+    uint8_t* out = parts.out_stages + stage * kSlotBytes;
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
       const int index = v * kTeamThreads + thread;
-      if (index < vectors) StoreWire<L>(out, index, acc[v]);
+      if (L::kExact || index < vectors) StoreWire<L>(out, index, acc[v]);
     }
     if (extra && thread < kTopk) {
       reinterpret_cast<int32_t*>(out + kShape.wire.wire_bytes)[thread] = value;
     }
+    if (thread == 0) {
+      parts.outputs[stage].rank = rank;
+      parts.outputs[stage].bytes =
+          extra ? kShape.wire.wire_bytes + kShape.wire.extra_bytes
+                : L::WireBytes(piece);
+    }
     ptx::FenceSharedForBulk();
-    if (thread < 32) ptx::BulkWaitRead<kShape.out_stages - 2>();
-    ptx::NamedBarrier(kSendTeamBarrier, kTeamThreads);
-    if (thread < 32) {
+    ArriveWarp(parts.out_full + stage);
+  }
+
+  __device__ static __forceinline__ void SendSums(const CombineParams& params,
+                                                  CallState* state, int channel,
+                                                  RingShape ring, const Parts& parts) {
+    constexpr int kStages = kShape.out_stages;
+    AwaitBegin();
+    Sender<kRanks> sender(params.common, state, channel, ring, kSlotBytes,
+                          kPhaseCombineReuse, kPhaseCombineCredit);
+    for (uint32_t sums = 0;; ++sums) {
+      const uint32_t stage = sums % kStages;
+      if (!__all_sync(kAllLanes, ptx::BarrierTestWait(parts.out_full + stage,
+                                                      sums / kStages & 1))) {
+        sender.Flush();  // there is time for it
+      }
+      AwaitFull<kStages>(parts.out_full, sums);
+      const Output output = parts.outputs[stage];
+      if (output.rank < 0) break;
 #pragma unroll
       for (int i = 0; i < Sender<kRanks>::kPerLane; ++i) {
-        const bool mine = thread + 32 * i == rank;
+        const bool mine = Lane() + 32 * i == output.rank;
         sender.Reserve(i, mine);
         if (mine) {
-          sender.Send(i, out,
-                      extra ? kShape.wire.wire_bytes + kShape.wire.extra_bytes
-                            : L::WireBytes(piece));
+          sender.Send(i, parts.out_stages + stage * kSlotBytes, output.bytes);
         }
       }
       sender.Commit();
+      // The stage of the sum kStages - 2 steps before has been read.
+      ptx::BulkWaitRead<kStages - 2>();
+      if (sums >= kStages - 2) {
+        ArriveWarp(parts.out_empty + (sums - (kStages - 2)) % kStages);
+      }
     }
+    sender.Flush();
   }
-
-  static constexpr int kSendTeamBarrier = 1;  // 0 is __syncthreads
 
   template <class L, int kLeaf = 0>
   __device__ static constexpr int LeafIndex() {
@@ -438,6 +478,7 @@ class Combine {
     const int num_tokens = TokensOfChannel(params.num_tokens, channel, ring.channels);
     RoutingBatches<kTopk, 2, 0> batches;
     batches.Start(parts.recv_batches, num_tokens, arrays, none, token_of);
+    AwaitBegin();
     Receiver<kRanks> receiver(params.common, state, channel, ring, kSlotBytes,
                               kPhaseCombineRows);
 
@@ -535,6 +576,7 @@ class Combine {
   __device__ static __forceinline__ void WriteSums(const CombineParams& params,
                                                    const Parts& parts, int thread) {
     constexpr int kStages = kShape.recv_stages;
+    AwaitBegin();
     uint32_t used = 0;
     while (true) {
       AwaitFull<kStages>(parts.recv_full, used);
@@ -570,7 +612,7 @@ class Combine {
 #pragma unroll
         for (int v = 0; v < L::kVectors; ++v) {
           const int index = v * kTeamThreads + thread;
-          if (index < vectors) {
+          if (L::kExact || index < vectors) {
             float values[L::kSize];
             LoadWire<L>(bytes, index, values);
             Accumulate<false>(acc[v], values, 0);
@@ -584,7 +626,7 @@ class Combine {
 #pragma unroll
         for (int v = 0; v < L::kVectors; ++v) {
           const int index = v * kTeamThreads + thread;
-          if (index < vectors) {
+          if (L::kExact || index < vectors) {
             uint4 bits;
             if constexpr (L::kBulk) {
               bits = reinterpret_cast<const uint4*>(bytes)[index];
@@ -600,14 +642,14 @@ class Combine {
           }
         }
       }
-      ReadDone(parts.recv_empty + stage);
+      ArriveWarp(parts.recv_empty + stage);
       ++*used;
     }
     uint8_t* out = static_cast<uint8_t*>(params.out[kLeaf]);
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
       const int index = v * kTeamThreads + thread;
-      if (index < vectors) {
+      if (L::kExact || index < vectors) {
         const uint4 bits = L::Traits::Pack(acc[v]);
         if constexpr (L::kBulk) {
           ptx::StoreStreaming(

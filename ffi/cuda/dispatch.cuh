@@ -45,21 +45,26 @@ class Dispatch {
 
   __device__ static void Run(const DispatchParams& params, uint8_t* shared) {
     __shared__ CallState state;
+    __shared__ int roles_left;  // senders and receivers at work
     const CommonParams& common = params.common;
     const uint64_t signature = reinterpret_cast<uint64_t>(params.recv[0]) * 4 + 2;
-    BeginCall(common, signature, /*ring_call=*/true, &state);
-
     const RingShape ring = MakeRing(kRanks, kSlotBytes, gridDim.x * kShape.channels);
     const int warp = threadIdx.x / 32;
     const int channel = blockIdx.x + (warp >> 1) * gridDim.x;
     if (warp == 2 * kShape.channels) {
-      ZeroGaps(params, shared);
-    } else if (channel < ring.channels) {
-      if ((warp & 1) == 0) {
+      if (Lane() == 0) roles_left = 2 * kShape.channels;
+      BeginCall(common, signature, /*ring_call=*/true, &state);
+      ZeroGaps(params, shared, &roles_left);
+    } else {
+      if (channel >= ring.channels) {
+        AwaitBegin();
+      } else if ((warp & 1) == 0) {
         Send(params, &state, channel, ring, SenderShared(shared, warp >> 1));
       } else {
         Receive(params, &state, channel, ring, ReceiverShared(shared, warp >> 1));
       }
+      __syncwarp();
+      if (Lane() == 0) atomicAdd(&roles_left, -1);
     }
     EndCall(
         common, &state, [&](int part, int parts) { Poison(params, part, parts); },
@@ -281,6 +286,7 @@ class Dispatch {
       batches.Start(part.batches, num_tokens, arrays, none, token_of);
     }
     InitBarriers(part.barriers, kStages);
+    AwaitBegin();
     Sender<kRanks> sender(common, state, channel, ring, kSlotBytes, kPhaseDispatchReuse,
                           kPhaseDispatchCredit);
 
@@ -341,8 +347,12 @@ class Dispatch {
       const int2 item = part.queue[stage * 32 + Lane()];
       const int item_piece = kNumPieces == 1 ? 0 : item.y >> kFlagBits;
       uint8_t* bytes = part.stages + stage * kSlotBytes;
+      const uint32_t parity = handled / kStages & 1;
+      if (!__all_sync(kAllLanes, ptx::BarrierTestWait(part.barriers + stage, parity))) {
+        sender.Flush();  // there is time for it
+      }
       // Pairs with the copy engine's completion of LoadBulk.
-      ptx::BarrierWait(part.barriers + stage, handled / kStages & 1);
+      ptx::BarrierWait(part.barriers + stage, parity);
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         const bool wanted = (item.y >> i & 1) != 0;
@@ -354,6 +364,7 @@ class Dispatch {
       ++handled;
     }
     sender.Flush();
+    ptx::BulkWaitWritten<0>();
   }
 
   // Finds each pair's destination ranks; returns the pairs that have any.
@@ -403,6 +414,7 @@ class Dispatch {
                         kSources * kNumPieces,
                     arrays, none, index);
       InitBarriers(part.barriers, kStages);
+      AwaitBegin();
       Receiver<kRanks> receiver(common, state, channel, ring, kSlotBytes,
                                 kPhaseDispatchRows);
 
@@ -465,6 +477,8 @@ class Dispatch {
         ++handled;
       }
       ptx::BulkWaitWritten<0>();
+    } else {
+      AwaitBegin();
     }
   }
 
@@ -476,12 +490,13 @@ class Dispatch {
 
   // Zeroes the rows between groups and after the last; one warp per block.
   __device__ static __forceinline__ void ZeroGaps(const DispatchParams& params,
-                                                  uint8_t* zeros) {
+                                                  uint8_t* zeros, int* roles_left) {
     for (int i = Lane(); i < kZeroBytes / 16; i += 32) {
       reinterpret_cast<uint4*>(zeros)[i] = make_uint4(0, 0, 0, 0);
     }
     ptx::FenceSharedForBulk();
     __syncwarp();
+    AwaitBegin();
     const int groups = params.num_local_experts;
     // Small gaps: a lane each, the rows of a gap dealt out to blocks.
     for (int group = Lane(); group < groups - 1; group += 32) {
@@ -490,32 +505,35 @@ class Dispatch {
       const int64_t first = (blockIdx.x + gridDim.x - group % gridDim.x) % gridDim.x;
       for (int64_t row = begin + first; row < end; row += gridDim.x) {
         ZeroRows(params, zeros, row, row + 1, 0, 1);
-        if (Config::kHasWeights) params.recv_weights[row] = 0;
       }
     }
-    // The rest of the buffer, a contiguous share per block. Few lanes keep few stores
-    // in flight, unless there is so much to zero that it decides the time.
+    // The rest of the buffer, in chunks for whoever has time: two SMs share a path to
+    // memory, so blocks that have one alone are done with their rows earlier.
     const int64_t used =
         params.group_offsets[groups - 1] + params.group_counts[groups - 1];
-    const int64_t rest = params.capacity - used;
-    const int64_t begin = used + rest * blockIdx.x / gridDim.x;
-    const int64_t end = used + rest * (blockIdx.x + 1) / gridDim.x;
-    const int lanes = static_cast<int>(
-        Min(16, 1 + (end - begin) * kShape.wire.row_bytes / kZeroBytesPerLane));
-    if (Lane() < lanes) ZeroRows(params, zeros, begin, end, Lane(), lanes);
-    if (Config::kHasWeights) {
-      for (int64_t row = begin + Lane(); row < end; row += 32) {
-        params.recv_weights[row] = 0;
-      }
+    const int64_t chunks = (params.capacity - used + kRowsPerChunk - 1) / kRowsPerChunk;
+    uint32_t* taken = &ControlOf(params.common, params.common.rank)->zero_chunks;
+    while (true) {
+      uint32_t chunk = 0;
+      if (Lane() == 0) chunk = atomicAdd(taken, 1u);
+      chunk = __shfl_sync(kAllLanes, chunk, 0);
+      if (chunk >= chunks) break;
+      const int64_t begin = used + chunk * kRowsPerChunk;
+      const int64_t end = Min(params.capacity, begin + kRowsPerChunk);
+      // While rows arrive, one store at a time leaves the memory to them.
+      const bool busy = *static_cast<volatile int*>(roles_left) > 0;
+      const int lanes = __any_sync(kAllLanes, busy) ? 1 : kZeroLanes;
+      if (Lane() < lanes) ZeroRows(params, zeros, begin, end, Lane(), lanes);
+      __syncwarp();
     }
     ptx::BulkWaitWritten<0>();
   }
 
-  // So many bytes to zero per block engage one more lane.
-  static constexpr int64_t kZeroBytesPerLane = 1 * kMiB;
+  static constexpr int kZeroLanes = 8;
+  // A chunk is 128 KiB, or a row.
+  static constexpr int64_t kRowsPerChunk = Max(1, 128 * kKiB / kShape.wire.row_bytes);
 
-  // Zeroes rows [begin, end) of every leaf: chunks `lane`, `lane + lanes`, ... of each
-  // leaf's bytes.
+  // Zeroes rows [begin, end): lane `lane` of `lanes` its chunks of every leaf's bytes.
   __device__ static __forceinline__ void ZeroRows(const DispatchParams& params,
                                                   const uint8_t* zeros, int64_t begin,
                                                   int64_t end, int lane, int lanes) {
@@ -535,7 +553,12 @@ class Dispatch {
         ptx::BulkStore(data + b, zeros,
                        static_cast<uint32_t>(Min(kZeroBytes, bulk_last - b)));
         ptx::BulkCommit();
-        ptx::BulkWaitWritten<1>();  // leaves the memory to rows that somebody awaits
+        ptx::BulkWaitWritten<1>();
+      }
+    }
+    if (Config::kHasWeights) {
+      for (int64_t row = begin + lane; row < end; row += lanes) {
+        params.recv_weights[row] = 0;
       }
     }
   }

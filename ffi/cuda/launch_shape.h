@@ -118,10 +118,13 @@ JAX_EP_HD constexpr LaunchDims DispatchLaunch(int device_sms, int num_sms,
 
 // --- combine -----------------------------------------------------------------
 
-// One channel per block: a warp that loads rows of y and a team of warps that adds
-// and sends them; a warp that loads partial sums and a team that adds those.
-constexpr int kTeamWarps = 4;
-constexpr int kCombineWarps = 2 + 2 * kTeamWarps;
+// One channel per block: a warp that loads rows of y, a team of warps that adds them,
+// and a warp that sends the sums; a warp that loads sums and a team that adds those.
+#ifndef JAX_EP_TUNE_TEAM
+#define JAX_EP_TUNE_TEAM 4
+#endif
+constexpr int kTeamWarps = JAX_EP_TUNE_TEAM;
+constexpr int kCombineWarps = 3 + 2 * kTeamWarps;
 
 struct CombineLayout {
   CombineShape wire;
@@ -132,25 +135,27 @@ struct CombineLayout {
 };
 
 // Rows, weights and values of a batch, three deep; the receiver has ranks and slots.
-constexpr int kCombineMetaBytes = (3 * 3 + 2 * 2) * kBatchEntries * 4 + 32 * 8;
+constexpr int kCombineMetaBytes = (3 * 3 + 2 * 2) * kBatchEntries * 4;
+// Barriers and description of a stage.
+constexpr int kStageMetaBytes = 64 + 4 * kMaxTopk;
+#ifndef JAX_EP_TUNE_OUT_STAGES
+#define JAX_EP_TUNE_OUT_STAGES 2
+#endif
 
 JAX_EP_HD constexpr CombineLayout MakeCombineLayout(const CombineShape& wire) {
   CombineLayout shape{};
   shape.wire = wire;
-  shape.out_stages = 2;
-  const int64_t in = AlignUp(wire.in_bytes, 128);
-  const int64_t extra = 64 + 4 * kMaxTopk;  // barriers and descriptor of a stage
-  const int64_t budget = kMaxSharedBytes - 1024 - kCombineMetaBytes;
-  const int64_t fixed = shape.out_stages * static_cast<int64_t>(wire.slot_bytes);
+  shape.out_stages = JAX_EP_TUNE_OUT_STAGES;
+  const int64_t in = AlignUp(wire.in_bytes, 128) + kStageMetaBytes;
+  const int64_t out = wire.slot_bytes + kStageMetaBytes;
+  const int64_t fixed = 1024 + kCombineMetaBytes + shape.out_stages * out;
+  const int64_t budget = kMaxSharedBytes - fixed;
   // A third of what is left to the receiver, which sees fewer rows.
-  shape.recv_stages = static_cast<int32_t>(
-      Min(kMaxStages, Max(2, (budget - fixed) / 3 / (wire.slot_bytes + extra))));
-  const int64_t left = budget - fixed - shape.recv_stages * (wire.slot_bytes + extra);
-  shape.send_stages =
-      static_cast<int32_t>(Min(2 * kMaxStages, Max(2, left / (in + extra))));
-  shape.shared_bytes = static_cast<int32_t>(
-      1024 + kCombineMetaBytes + fixed + shape.recv_stages * (wire.slot_bytes + extra) +
-      shape.send_stages * (in + extra));
+  shape.recv_stages = static_cast<int32_t>(Min(kMaxStages, Max(2, budget / 3 / out)));
+  shape.send_stages = static_cast<int32_t>(
+      Min(2 * kMaxStages, Max(2, (budget - shape.recv_stages * out) / in)));
+  shape.shared_bytes =
+      static_cast<int32_t>(fixed + shape.recv_stages * out + shape.send_stages * in);
   return shape;
 }
 

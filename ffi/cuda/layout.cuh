@@ -79,7 +79,10 @@ class Layout {
   __device__ static void Run(const LayoutParams& params, int32_t* shared) {
     __shared__ CallState state;
     const uint64_t signature = reinterpret_cast<uint64_t>(params.slot) * 4 + 1;
-    BeginCall(params.common, signature, /*ring_call=*/false, &state);
+    if (threadIdx.x < 32) {
+      BeginCall(params.common, signature, /*ring_call=*/false, &state);
+    }
+    AwaitBegin();
     Layout layout(params, &state, shared);
     const int rounds = layout.Exchange();
     layout.CountTiles();

@@ -156,7 +156,20 @@ __device__ __forceinline__ void BarrierArriveExpect(uint64_t* barrier, uint32_t 
                : "memory");
 }
 
-// Whether the phase of that parity is over; may sleep a while before it says no.
+// Whether the phase of that parity is over.
+__device__ __forceinline__ bool BarrierTestWait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(done)
+      : "r"(SharedAddress(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// The same; may sleep a while before it says no.
 __device__ __forceinline__ bool BarrierTryWait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(

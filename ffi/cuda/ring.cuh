@@ -33,10 +33,10 @@ constexpr int kMinSlots = 4;
 #endif
 constexpr int kMaxSlots = JAX_EP_TUNE_SLOTS;
 
-// Heads are published once per this many bytes: a release store waits for the link,
-// and one per small piece would cost more than the piece.
+// A sender with more to send publishes its head once per this many bytes, since each
+// release store waits for the link; one with nothing to do publishes at once.
 #ifndef JAX_EP_TUNE_PUBLISH
-#define JAX_EP_TUNE_PUBLISH (16 * 1024)
+#define JAX_EP_TUNE_PUBLISH (64 * 1024)
 #endif
 constexpr int kBytesPerPublish = JAX_EP_TUNE_PUBLISH;
 
@@ -157,12 +157,14 @@ class Sender {
     latest_ = 0;
   }
 
-  // Publishes all that was sent.
+  // Publishes all that was sent; waits until it is written.
   __device__ __forceinline__ void Flush() {
-    ptx::BulkWaitWritten<0>();
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      if (sent_[i] != published_[i]) Publish(i, sent_[i]);
+      if (sent_[i] != published_[i]) {
+        ptx::BulkWaitWritten<0>();
+        Publish(i, sent_[i]);
+      }
     }
   }
 

@@ -67,7 +67,9 @@ struct Control {
   uint32_t invalid_ids;
   // 1 once this rank wrote its error record.
   uint32_t reported;
-  uint64_t pad1[3];
+  // Dispatch: chunks of the buffer's rest that blocks have taken to zero.
+  uint32_t zero_chunks;
+  uint32_t pad1[5];
 };
 static_assert(sizeof(Control) == 128, "one line for peers, one for this rank");
 
