@@ -1,13 +1,14 @@
 """Hugging Face's names in and out, without torch: round trips, spellings, messages."""
 
 import dataclasses
+import doctest
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import dequantize
+from jax_ep import dequantize, pretrained
 from jax_ep.config import MoEConfig
 from jax_ep.params import init_params, param_info
 from jax_ep.pretrained import (
@@ -76,6 +77,10 @@ def random_params(config: MoEConfig, seed: int = 0):
 
 def test_every_model_type_is_tested():
     assert set(HF_CONFIGS) == set(MODEL_TYPES)
+
+
+def test_docstrings():
+    assert doctest.testmod(pretrained).failed == 0
 
 
 def test_configs():
