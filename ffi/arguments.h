@@ -106,13 +106,14 @@ inline Status ReadCommon(Attributes& attrs, Config& config) {
   if (config.capacity < 0 || config.capacity > INT32_MAX) {
     return InvalidArgument("capacity (=", config.capacity, ") must be in [0, 2^31).");
   }
-  if (config.alignment < 1 || config.alignment > INT32_MAX) {
+  if (config.alignment > INT32_MAX) {
     return InvalidArgument("expert_alignment (=", config.alignment,
-                           ") must be in [1, 2^31).");
+                           ") must be below 2^31.");
   }
-  if (config.capacity % config.alignment != 0) {
-    return InvalidArgument("expert_alignment (=", config.alignment,
-                           ") must divide the capacity (=", config.capacity, ").");
+  if (config.alignment < 1 || config.capacity % config.alignment != 0) {
+    return InvalidArgument(
+        "expert_alignment (=", config.alignment,
+        ") must be positive and divide the capacity (=", config.capacity, ").");
   }
   if (config.num_sms < 0 || config.num_sms > INT32_MAX) {
     return InvalidArgument("num_sms (=", config.num_sms, ") must be in [0, 2^31).");
