@@ -119,19 +119,21 @@ class Run:
         total = self.settings.steps
         with progress_bar(console) as bar, first_interrupt(console) as interrupts:
             task = bar.add_task("compiling", total=total, completed=self.step)
-            num_steps = 1  # The first step compiles, and says nothing about speed.
+            num_steps = 1  # The first compiles, and says nothing about speed.
             while self.step < total and not interrupts:
                 start = time.perf_counter()
                 self.advance(num_steps)
-                rate = num_steps * self.num_sequences * CONTEXT
-                rate /= time.perf_counter() - start
-                status = self.status() + f" {rate:,.0f} tokens/s"
+                seconds = time.perf_counter() - start
+                status = self.status()
+                if num_steps > 1:
+                    rate = num_steps * self.num_sequences * CONTEXT / seconds
+                    status += f" {rate:,.0f} tokens/s"
                 bar.update(task, completed=self.step, description=status)
                 num_steps = STEPS_IN_FLIGHT - self.step % STEPS_IN_FLIGHT
                 num_steps = min(num_steps, total - self.step)
                 if self.step % STEPS_PER_CHECKPOINT == 0 or self.step == total:
                     held_out = self.evaluate()
-                    line = f"step {self.step}: held-out loss {held_out:.3f} {status}"
+                    line = f"step {self.step}: held-out {held_out:.3f} {status}"
                     console.print(line, soft_wrap=True)
                     self.save()
             self.save()
