@@ -52,11 +52,7 @@ def test_groups(names, groups):
 
 @pytest.mark.parametrize(
     "names",
-    [
-        names
-        for n in range(4)
-        for names in itertools.permutations(("a", "b", "c"), n)
-    ],
+    [names for n in range(4) for names in itertools.permutations(("a", "b", "c"), n)],
 )
 def test_rank_and_group_find_the_device_in_groups(names):
     """groups[group][rank] is the device's own flattened position, on every device."""
@@ -64,14 +60,16 @@ def test_rank_and_group_find_the_device_in_groups(names):
     found = inside(mesh, lambda: axis.expert_axis("dispatch_layout", names))
     rank_and_group = jax.jit(
         jax.shard_map(
-            lambda x: (x * 0 + found.rank_and_group()[None]),
+            lambda x: x * 0 + found.rank_and_group()[None],
             mesh=mesh,
             in_specs=P(("a", "b", "c")),
             out_specs=P(("a", "b", "c")),
         )
     )(np.zeros((8, 2), np.int32))
     assert rank_and_group.dtype == jnp.int32
-    positions = [found.groups[group][rank] for rank, group in np.asarray(rank_and_group)]
+    positions = [
+        found.groups[group][rank] for rank, group in np.asarray(rank_and_group)
+    ]
     assert positions == list(range(8))
 
 

@@ -25,9 +25,7 @@ SCALE_GRADIENTS = [59.125, 87.375, 63.375, 35.875, 58.625, 82.875, 61.125, 36.12
 
 def row_scales(scales: jax.Array, handle: jax_ep.Handle) -> jax.Array:
     """`[C]`: the scale of each row's expert, from this rank's `[L]`."""
-    return jnp.repeat(
-        scales, handle.group_sizes, total_repeat_length=handle.capacity
-    )
+    return jnp.repeat(scales, handle.group_sizes, total_repeat_length=handle.capacity)
 
 
 def layer(x, ids, weights, scales, **static):

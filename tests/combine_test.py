@@ -159,7 +159,9 @@ def test_padding_is_never_read(backend):
         np.where(kept[..., None], y, np.float32(np.nan)),
         np.where(kept, weights, np.float32(np.nan)),
     )
-    for got, want in zip(jax.tree.leaves(poisoned), jax.tree.leaves(clean), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(poisoned), jax.tree.leaves(clean), strict=True
+    ):
         assert np.isfinite(got).all()
         np.testing.assert_array_equal(got, want)
     d_y, d_weights = poisoned[0]

@@ -22,6 +22,7 @@ CASES = [
     Case(routing="silent rank"),
     Case(routing="nobody"),
     Case(tokens=0),
+    Case(tokens=0, alignment=4),
     Case(tokens=5, topk=32, experts=64, routing="masked", capacity=100),
     Case(ranks=1, experts=3, routing="masked", capacity=9, alignment=2),
     Case(ranks=8, experts=8, tokens=3, capacity=6, routing="skewed"),
@@ -81,7 +82,6 @@ def test_rows_and_weights(backend, case):
 def test_no_tokens(backend, alignment):
     """T = 0 beside parameters: C is L*(A-1) rows of zeros, and gradients are zero."""
     run = stages(backend, 4)
-    # The scale is there because XLA refuses a shard_map of empty operands alone.
 
     @run.shard_map
     def loss(scale, ids, x, weights):
@@ -249,7 +249,8 @@ def test_derivative_without_weights(backend):
     x = all_ranks(tagged_rows(case, 5))
     dx = jax.grad(lambda x: run._dispatch()(x, handle, None)[0].sum())(x)
     want = np.broadcast_to(
-        (layout.slot >= 0).sum(2, dtype=np.float32)[..., None], (*layout.slot.shape[:2], 5)
+        (layout.slot >= 0).sum(2, dtype=np.float32)[..., None],
+        (*layout.slot.shape[:2], 5),
     )
     assert_bits_equal(run.by_rank(dx), want)
 
@@ -267,7 +268,9 @@ def test_derivative_of_weights_alone(backend):
 
     d_weights = run.by_rank(jax.grad(loss)(weights))
     first = np.broadcast_to(run.by_rank(x)[..., :1], layout.slot.shape)
-    assert_bits_equal(d_weights, np.where(layout.slot >= 0, first, 0).astype(np.float32))
+    assert_bits_equal(
+        d_weights, np.where(layout.slot >= 0, first, 0).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("case", [Case(tokens=0), Case(routing="nobody")], ids=str)

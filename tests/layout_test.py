@@ -1,4 +1,4 @@
-"""dispatch_layout against the loop over tokens, and the filling rule by its examples."""
+"""dispatch_layout against the loop over tokens; the filling rule by its examples."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ class Case:
     routing: str = "uniform"
 
     def ids(self, seed: int = 0) -> np.ndarray:
-        """`[R, T, K]`, some of them masked or out of range where the routing says so."""
+        """`[R, T, K]`, some of them masked or out of range if the routing says so."""
         random = np.random.default_rng(seed)
         shape = (self.ranks, self.tokens, self.topk)
         ids = random.integers(0, self.experts, shape, np.int32)
@@ -147,7 +147,7 @@ def test_invariants(case):
 
 
 def demands(counts: list[list[int]]) -> np.ndarray:
-    """Ids `[R, T, 1]` by which source s has counts[s][e] slots at expert e, shuffled."""
+    """Ids `[R, T, 1]` by which source s has counts[s][e] slots at expert e."""
     tokens = max(sum(row) for row in counts)
     ids = np.full((len(counts), tokens, 1), -1, np.int32)
     for source, row in enumerate(counts):

@@ -157,15 +157,15 @@ def combine(
 
     In float32: the partial of an expert rank starts at +0, adds the token's rows by
     ascending k and is rounded to the wire type; the total starts at +0, adds the
-    partials of the ranks that have one by ascending rank, then the bias, and is rounded.
+    partials of the ranks that have one by ascending rank, then the bias, and is
+    rounded.
     """
     num_ranks, num_tokens, _ = layout.slot.shape
     out = np.zeros((num_ranks, num_tokens, *y.shape[2:]), y.dtype)
     for source, token in np.ndindex(num_ranks, num_tokens):
         partials = {}
-        for k, (owner, row) in enumerate(
-            zip(layout.slot_rank[source, token], layout.slot[source, token], strict=True)
-        ):
+        owners, rows = layout.slot_rank[source, token], layout.slot[source, token]
+        for owner, row in zip(owners, rows, strict=True):  # by ascending k
             if row < 0:
                 continue
             value = y[owner, row].astype(np.float32)
@@ -185,7 +185,7 @@ def combine(
 def weighted_combine_gradients(
     d_out: np.ndarray, y: np.ndarray, weights: np.ndarray, layout: Layout
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`d_y [R, C, H]` and `d_weights [R, C]` of `combine(y, layout, weights)`, float64."""
+    """Of a weighted combine: `d_y [R, C, H]` and `d_weights [R, C]`, in float64."""
     d_y = np.zeros(y.shape, np.float64)
     d_weights = np.zeros(weights.shape, np.float64)
     for source, token, _, owner, row in layout.kept_slots():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from base import IDS, SCALES, WEIGHTS, X
 from conftest import Backend
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from stages import assert_bits_equal
 
 
@@ -111,7 +112,9 @@ def step_of(backend, layout: Layout, mesh: Mesh):
         put = [
             jax.device_put(array, NamedSharding(mesh, spec))
             for array, spec in zip(
-                (x, ids, weights, scales), (tokens, tokens, tokens, experts), strict=True
+                (x, ids, weights, scales),
+                (tokens, tokens, tokens, experts),
+                strict=True,
             )
         ]
         return step(*put)
@@ -206,9 +209,7 @@ def test_tensor_parallel_axis(backend, check_vma):
 
     def body(x, ids, weights, scales, split):
         # Each model rank has half of the scales' work, as with a split hidden axis.
-        out = base.layer(
-            x, ids, weights, scales, implementation=backend.implementation
-        )
+        out = base.layer(x, ids, weights, scales, implementation=backend.implementation)
         return jax.lax.psum(out * split, "model")
 
     spec = P("expert")
@@ -224,7 +225,9 @@ def test_tensor_parallel_axis(backend, check_vma):
     def loss(x, weights, scales):
         return function(x, IDS, weights, scales, split).sum()
 
-    value, got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(X, WEIGHTS, SCALES)
+    value, got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(
+        X, WEIGHTS, SCALES
+    )
     assert value == 2074.75
     for g, want in zip(got, base.gradients(), strict=True):
         assert_bits_equal(g, want)
@@ -236,9 +239,7 @@ def test_an_axis_that_nothing_varies_over(backend):
     varying = []
 
     def body(x, ids, weights, scales):
-        out = base.layer(
-            x, ids, weights, scales, implementation=backend.implementation
-        )
+        out = base.layer(x, ids, weights, scales, implementation=backend.implementation)
         varying.append(jax.typeof(out).mat.varying)
         return out
 

@@ -15,9 +15,10 @@ import jax_ep
 IDS = np.zeros((16, 2), np.int32)
 X = np.zeros((16, 8), np.float32)
 WEIGHTS = np.zeros((16, 2), np.float32)
+SPEC = P("expert")
 
 
-def raises(error, message, function, *args, mesh=None, spec=P("expert"), **static):
+def raises(error, message, function, *args, mesh=None, spec=SPEC, **static):
     """Traces `function` in a shard_map on 4 ranks, and compares the whole message.
 
     Tracing alone: nothing is compiled, so nothing can gather or hang.
@@ -90,8 +91,8 @@ def layout(ids, **static):
         (
             dict(expert_alignment=2**31),
             ValueError,
-            "jax_ep.dispatch_layout: R*T*K + L*(A-1) (=4294967326) must be below 2**31: "
-            "rows are int32.",
+            "jax_ep.dispatch_layout: R*T*K + L*(A-1) (=4294967326) must be below "
+            "2**31: rows are int32.",
         ),
         (
             dict(capacity=0),
@@ -161,7 +162,8 @@ def test_static_arguments(static, error, message):
         (
             IDS.reshape(16, 2, 1),
             ValueError,
-            "jax_ep.dispatch_layout: topk_idx must have shape [T, K], and has (4, 2, 1).",
+            "jax_ep.dispatch_layout: topk_idx must have shape [T, K], and has "
+            "(4, 2, 1).",
         ),
         (
             IDS[:, 0],
@@ -281,8 +283,8 @@ def test_bare_call_with_a_handle(operation, call):
 @pytest.mark.jax_version
 def test_partly_manual_shard_map():
     message = (
-        "jax_ep.dispatch_layout: the enclosing shard_map must be manual over every mesh "
-        "axis, but leaves ('data',) automatic: drop its axis_names."
+        "jax_ep.dispatch_layout: the enclosing shard_map must be manual over every "
+        "mesh axis, but leaves ('data',) automatic: drop its axis_names."
     )
     raises(
         ValueError,
@@ -297,8 +299,8 @@ def test_partly_manual_shard_map():
 @pytest.mark.jax_version
 def test_partly_manual_over_another_axis():
     message = (
-        "jax_ep.dispatch_layout: the enclosing shard_map must be manual over every mesh "
-        "axis, but leaves ('expert',) automatic: drop its axis_names."
+        "jax_ep.dispatch_layout: the enclosing shard_map must be manual over every "
+        "mesh axis, but leaves ('expert',) automatic: drop its axis_names."
     )
     raises(
         ValueError,
@@ -388,7 +390,8 @@ def test_dispatch_of_a_scalar():
 def test_dispatch_of_complex128(x64):
     raises(
         TypeError,
-        "jax_ep.dispatch: x must have a dtype of 1, 2, 4 or 8 bytes, and is complex128.",
+        "jax_ep.dispatch: x must have a dtype of 1, 2, 4 or 8 bytes, and is "
+        "complex128.",
         with_handle(lambda h, x: jax_ep.dispatch(x, h)),
         IDS,
         X.astype(np.complex128),
@@ -399,7 +402,9 @@ def test_dispatch_of_keys():
     raises(
         TypeError,
         "jax_ep.dispatch: x must have a dtype of 1, 2, 4 or 8 bytes, and is key<fry>.",
-        with_handle(lambda h: jax_ep.dispatch(jax.random.split(jax.random.key(0), 4), h)),
+        with_handle(
+            lambda h: jax_ep.dispatch(jax.random.split(jax.random.key(0), 4), h)
+        ),
         IDS,
     )
 
@@ -548,7 +553,9 @@ def test_no_handle(operation):
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 def test_handle_of_another_mesh(operation):
     small, large = (CPU_FFI.mesh(expert=n) for n in (2, 4))
-    make = jax.shard_map(layout, mesh=large, in_specs=P("expert"), out_specs=P("expert"))
+    make = jax.shard_map(
+        layout, mesh=large, in_specs=P("expert"), out_specs=P("expert")
+    )
     handle = jax.eval_shape(make, IDS)
     raises(
         ValueError,
@@ -585,8 +592,8 @@ def test_handle_with_an_unknown_axis(operation):
 
     raises(
         ValueError,
-        f'jax_ep.{operation}: axis_name (="other") must name axes of the enclosing mesh, '
-        "which has ('expert',).",
+        f'jax_ep.{operation}: axis_name (="other") must name axes of the enclosing '
+        "mesh, which has ('expert',).",
         body,
         IDS,
         X,

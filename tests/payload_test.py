@@ -52,7 +52,7 @@ def test_eight_byte_dtypes(backend, dtype, x64):
 
 
 def test_many_leaves_of_many_shapes(backend):
-    """As many as there may be; `[T]` and `[T, a, b]` ones; an fp8 row with its scales."""
+    """As many as there may be; `[T]` and `[T, a, b]`; an fp8 row with its scales."""
     tree = {
         "q": bits((*ROWS, 32), jnp.float8_e4m3fn),
         "scale": bits((*ROWS, 2), jnp.float32),
@@ -87,7 +87,11 @@ def test_combine_of_a_tree(backend):
     """Every leaf is summed on its own, whatever its shape and dtype."""
     run, handle, layout = setup(backend, CASE)
     random = np.random.default_rng(0)
-    shapes = {"a": ((3,), jnp.float32), "b": ((), jnp.bfloat16), "c": ((2, 2), np.float16)}
+    shapes = {
+        "a": ((3,), jnp.float32),
+        "b": ((), jnp.bfloat16),
+        "c": ((2, 2), np.float16),
+    }
     y, bias = (
         {
             name: random.standard_normal((4, rows, *tail), np.float32).astype(dtype)

@@ -16,8 +16,8 @@ import jax_ep
 class Stages:
     """`layout`, `dispatch` and `combine` on the first R devices of a backend.
 
-    Arrays are global: `[R*T, ...]` at the source, `[R*C, ...]` at the experts. Each call
-    waits for its result, since jax < 0.12 bears no more than 32 launches in flight.
+    Arrays are global: `[R*T, ...]` at the source, `[R*C, ...]` at the experts. Each
+    call waits for its result, since jax < 0.12 bears only 32 launches in flight.
     """
 
     def __init__(self, backend: Backend, num_ranks: int):

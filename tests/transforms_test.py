@@ -19,14 +19,13 @@ from stages import all_ranks, assert_bits_equal
 import jax_ep
 
 BASE_ARRAYS = (X, IDS, WEIGHTS, SCALES)
+SPEC = P("expert")
 
 
-def layer(backend: Backend, mesh=None, in_specs=P("expert"), check_vma=True, **static):
+def layer(backend: Backend, mesh=None, in_specs=SPEC, check_vma=True, **static):
     """`base.layer` over global arrays, not jitted."""
     return jax.shard_map(
-        functools.partial(
-            base.layer, implementation=backend.implementation, **static
-        ),
+        functools.partial(base.layer, implementation=backend.implementation, **static),
         mesh=mesh or backend.mesh(expert=4),
         in_specs=in_specs,
         out_specs=P("expert"),
@@ -99,9 +98,7 @@ def test_replicated_operands(backend, replicated, check_vma):
         args.append(local[name] if is_replicated else arrays[name])
         full.append(np.tile(local[name], (4, 1)) if is_replicated else arrays[name])
         specs.append(P() if is_replicated else P("expert"))
-    function = layer(
-        backend, in_specs=(*specs, P("expert")), check_vma=check_vma
-    )
+    function = layer(backend, in_specs=(*specs, P("expert")), check_vma=check_vma)
     step = jax.jit(jax.value_and_grad(total(function), argnums=(0, 2, 3)))
     value, got = step(*args, SCALES)
     assert value == base.outputs(*full).sum()
@@ -146,7 +143,9 @@ def test_replicated_operands_of_combine(backend, replicated, check_vma):
     )
     d_out = (1 + np.arange(48, dtype=np.float32) % 5).reshape(16, 3)
     got = jax.jit(
-        jax.grad(lambda *args: step(*args).sum(), argnums=1 + list(arrays).index(replicated))
+        jax.grad(
+            lambda *args: step(*args).sum(), argnums=1 + list(arrays).index(replicated)
+        )
     )(IDS, *args.values(), d_out)
 
     layout = literal.layout(IDS.reshape(4, 4, 2), 8)
@@ -181,9 +180,7 @@ def layered(backend, scan: bool, remat: bool):
     """Three layers, each with its own ids, weights and scales, inside one shard_map."""
 
     def body(x, parameters):
-        return base.layer(
-            x, *parameters, implementation=backend.implementation
-        ), None
+        return base.layer(x, *parameters, implementation=backend.implementation), None
 
     if remat:
         body = jax.checkpoint(body)
@@ -217,13 +214,14 @@ def test_layers(backend, scan, remat):
     )
     value, (dx, d_weights, d_scales) = step(X, ids, weights, scales)
     per_layer = np.stack(
-        [base.token_scales(i, w, s) for i, w, s in zip(ids, weights, scales, strict=True)]
+        [
+            base.token_scales(i, w, s)
+            for i, w, s in zip(ids, weights, scales, strict=True)
+        ]
     )
     factor = per_layer.prod(0)
     np.testing.assert_allclose(value, (X * factor[:, None]).sum(), rtol=1e-6)
-    np.testing.assert_allclose(
-        dx, np.broadcast_to(factor[:, None], X.shape), rtol=1e-6
-    )
+    np.testing.assert_allclose(dx, np.broadcast_to(factor[:, None], X.shape), rtol=1e-6)
     for n in range(3):
         # The other layers' factors are as good as in x.
         others = X * (factor / per_layer[n])[:, None]
@@ -280,7 +278,9 @@ def test_vmap(backend, where, mapped):
         )
     )(*arrays, SCALES)
     each = [
-        tuple(a[n] if axis == 0 else a for a, axis in zip(arrays, in_axes, strict=False))
+        tuple(
+            a[n] if axis == 0 else a for a, axis in zip(arrays, in_axes, strict=False)
+        )
         for n in range(3)
     ]
     assert_bits_equal(value[1], np.stack([base.outputs(*one) for one in each]))
@@ -436,7 +436,9 @@ def test_micro_batches_in_flight(backend, num):
         outs = step(IDS, WEIGHTS, SCALES, *xs)
         return sum((n + 1) * out.sum() for n, out in enumerate(outs)), outs
 
-    got, outs = jax.jit(jax.grad(loss, argnums=tuple(range(num)), has_aux=True))(*batches)
+    got, outs = jax.jit(jax.grad(loss, argnums=tuple(range(num)), has_aux=True))(
+        *batches
+    )
     for n, (x, out, dx) in enumerate(zip(batches, outs, got, strict=True)):
         assert_bits_equal(out, base.outputs(x))
         assert_bits_equal(dx, (n + 1) * base.gradients(x)[0])
@@ -547,9 +549,7 @@ def test_beside_other_collectives(backend):
 
     def body(x, ids, weights, scales):
         everyone = jax.lax.all_gather(x, "expert", tiled=True)
-        out = base.layer(
-            x, ids, weights, scales, implementation=backend.implementation
-        )
+        out = base.layer(x, ids, weights, scales, implementation=backend.implementation)
         return out, everyone.sum()[None], jax.lax.psum(out.sum(), "expert")[None]
 
     function = jax.shard_map(
