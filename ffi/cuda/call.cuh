@@ -27,6 +27,7 @@ struct CallState {
   uint32_t failed;   // 1 once this block stopped waiting
   uint32_t entered;  // 0 if another call was running here
   uint32_t last;     // 1 in the block that leaves last
+  uint32_t aborted;  // whether any rank had given up when this block was done
 };
 
 __device__ __forceinline__ Control* ControlOf(const CommonParams& common, int rank) {
@@ -203,6 +204,10 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
 __device__ __forceinline__ void AwaitBegin() {
   ptx::NamedBarrier(kBeginBarrier, blockDim.x);
 }
+// Instead, for warps that never look at `state`.
+__device__ __forceinline__ void SkipBegin() {
+  ptx::NamedBarrierArrive(kBeginBarrier, blockDim.x);
+}
 
 // Leaves a call; all threads of the block, their own writes complete. In a failed
 // call `poison(part, parts)` overwrites a share of the outputs: every block its own,
@@ -221,13 +226,15 @@ __device__ __forceinline__ void EndCall(const CommonParams& common, CallState* s
     // Acquire-release, so that the last block's done words (`finish`) come after all
     // that this device's blocks read and wrote.
     const uint32_t before = ptx::AddAcquireReleaseDevice(&control->blocks_done, 1);
-    if (before == gridDim.x - 1) {
-      state->last = 1;
-      CheckAbort(&common, state);
-    }
+    if (before == gridDim.x - 1) state->last = 1;
+  } else if (threadIdx.x == 32) {
+    // Beside the other warp's atomic: its latency would add to every call's.
+    state->aborted = ptx::LoadRelaxedSystem(&control->abort) != 0;
   }
   __syncthreads();
   if (!state->last) return;
+  if (state->aborted) CheckAbort(&common, state);
+  __syncthreads();
   if (Failed(state)) {
     poison(0, 1);
   } else {

@@ -230,7 +230,7 @@ class Combine {
     batches.Start(parts.send_batches,
                   TokensOfChannel(params.num_tokens, channel, ring.channels) * kRanks,
                   arrays, gathers, index);
-    AwaitBegin();
+    SkipBegin();
 
     uint32_t loaded = 0;
     while (batches.Next(index)) {
@@ -302,7 +302,7 @@ class Combine {
   __device__ static __forceinline__ void AddRows(const CombineParams& params,
                                                  const Parts& parts, int thread) {
     constexpr int kStages = kShape.send_stages;
-    AwaitBegin();
+    SkipBegin();
     uint32_t used = 0, sums = 0;
     while (true) {
       AwaitFull<kStages>(parts.send_full, used);
@@ -387,6 +387,7 @@ class Combine {
     AwaitBegin();
     Sender<kRanks> sender(params.common, state, channel, ring, kSlotBytes,
                           kPhaseCombineReuse, kPhaseCombineCredit);
+    sender.Begin();
     for (uint32_t sums = 0;; ++sums) {
       const uint32_t stage = sums % kStages;
       if (!__all_sync(kAllLanes, ptx::BarrierTestWait(parts.out_full + stage,
@@ -576,7 +577,7 @@ class Combine {
   __device__ static __forceinline__ void WriteSums(const CombineParams& params,
                                                    const Parts& parts, int thread) {
     constexpr int kStages = kShape.recv_stages;
-    AwaitBegin();
+    SkipBegin();
     uint32_t used = 0;
     while (true) {
       AwaitFull<kStages>(parts.recv_full, used);

@@ -286,13 +286,12 @@ class Dispatch {
       batches.Start(part.batches, num_tokens, arrays, none, token_of);
     }
     InitBarriers(part.barriers, kStages);
-    AwaitBegin();
     Sender<kRanks> sender(common, state, channel, ring, kSlotBytes, kPhaseDispatchReuse,
                           kPhaseDispatchCredit);
 
     uint32_t pairs = 0;  // of the batch, not yet begun
     int piece = 0;       // of the first of them, next to load
-    bool more = true;
+    bool more = true, begun = false;
     uint32_t loaded = 0, handled = 0;
     while (true) {
       while (loaded - handled <= kAhead) {
@@ -340,6 +339,11 @@ class Dispatch {
           piece = 0;
           pairs &= pairs - 1;
         }
+      }
+      if (!begun) {  // with the first loads under way
+        AwaitBegin();
+        sender.Begin();
+        begun = true;
       }
       if (loaded == handled) break;
 
@@ -520,9 +524,12 @@ class Dispatch {
       if (chunk >= chunks) break;
       const int64_t begin = used + chunk * kRowsPerChunk;
       const int64_t end = Min(params.capacity, begin + kRowsPerChunk);
-      // While rows arrive, one store at a time leaves the memory to them.
+      // While rows arrive, few stores at a time leave the memory to them; more where
+      // zeros are the most that there is to write.
       const bool busy = *static_cast<volatile int*>(roles_left) > 0;
-      const int lanes = __any_sync(kAllLanes, busy) ? 1 : kZeroLanes;
+      const int lanes = !__any_sync(kAllLanes, busy)        ? kZeroLanes
+                        : params.capacity - used > 2 * used ? 3
+                                                            : 1;
       if (Lane() < lanes) ZeroRows(params, zeros, begin, end, Lane(), lanes);
       __syncwarp();
     }

@@ -89,7 +89,8 @@ JAX_EP_HD constexpr DispatchShape MakeDispatchShape(const WireShape& wire) {
   DispatchShape shape{};
   shape.wire = wire;
   shape.channels = JAX_EP_TUNE_DISPATCH_CHANNELS ? JAX_EP_TUNE_DISPATCH_CHANNELS
-                   : wire.slot_bytes > 8 * kKiB  ? 2
+                   : wire.slot_bytes > 8 * kKiB  ? 1
+                   : wire.slot_bytes > 4 * kKiB  ? 2
                                                  : 4;
   const int64_t meta = kSenderMetaBytes + kReceiverMetaBytes;
   const int64_t budget = kMaxSharedBytes - kZeroBytes - 1024 - shape.channels * meta;

@@ -105,6 +105,7 @@ class Layout {
  private:
   static constexpr uint32_t kNoId = 0xfff;  // on the wire
   static_assert(kMaxExperts <= kNoId, "ids have 12 bits");
+  static constexpr int kUnroll = 8;  // loads in flight
 
   // --- step 1 -----------------------------------------------------------------------
 
@@ -206,12 +207,22 @@ class Layout {
     int32_t* ids = params_.recv_slot + source * params_.num_ids;
     uint32_t invalid = 0;
     if (source == rank_) {
-#pragma unroll 4
-      for (int64_t i = first * kIdsPerWord + Lane();
-           i < Min(last * kIdsPerWord, params_.num_ids); i += 32) {
-        const uint32_t id = OwnId(i);
-        ids[i] = id == kNoId ? -1 : static_cast<int32_t>(id);
-        invalid += params_.topk_idx[i] >= num_experts_;
+      const int64_t end = Min(last * kIdsPerWord, params_.num_ids);
+#pragma unroll 1
+      for (int64_t block = first * kIdsPerWord + Lane(); block < end;
+           block += 32 * kUnroll) {
+        int32_t batch[kUnroll];
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+          batch[i] = block + i * 32 < end ? params_.topk_idx[block + i * 32] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+          invalid += batch[i] >= num_experts_;
+          if (block + i * 32 >= end) continue;
+          ids[block + i * 32] =
+              batch[i] >= 0 && batch[i] < num_experts_ ? batch[i] : -1;
+        }
       }
       invalid = __reduce_add_sync(kAllLanes, invalid);
       if (Lane() == 0 && invalid > 0) {
@@ -288,9 +299,18 @@ class Layout {
     const int warp = threadIdx.x / 32;
     const int32_t* ids = params_.recv_slot + tile / tiles_per_source_ * params_.num_ids;
     const int64_t end = Min(WarpBegin(tile, warp + 1) * kIdsPerWord, params_.num_ids);
-    for (int64_t i = WarpBegin(tile, warp) * kIdsPerWord + Lane(); i < end; i += 32) {
-      const int32_t id = ids[i];
-      if (id >= 0) atomicAdd(&counts_[warp * num_experts_ + id], 1);
+#pragma unroll 1
+    for (int64_t block = WarpBegin(tile, warp) * kIdsPerWord + Lane(); block < end;
+         block += 32 * kUnroll) {
+      int32_t batch[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        batch[i] = block + i * 32 < end ? ids[block + i * 32] : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        if (batch[i] >= 0) atomicAdd(&counts_[warp * num_experts_ + batch[i]], 1);
+      }
     }
     __syncthreads();
     for (int e = threadIdx.x; e < num_experts_; e += kThreads) {
@@ -528,7 +548,6 @@ class Layout {
     int32_t* recv_slot = params_.recv_slot + source * params_.num_ids;
     const int64_t begin = WarpBegin(tile, warp) * kIdsPerWord;
     const int64_t end = Min(WarpBegin(tile, warp + 1) * kIdsPerWord, params_.num_ids);
-    constexpr int kUnroll = 8;  // loads in flight
 #pragma unroll 1
     for (int64_t block = begin; block < end; block += 32 * kUnroll) {
       int32_t ids[kUnroll];

@@ -39,6 +39,11 @@ constexpr int kMaxSlots = JAX_EP_TUNE_SLOTS;
 #define JAX_EP_TUNE_PUBLISH (64 * 1024)
 #endif
 constexpr int kBytesPerPublish = JAX_EP_TUNE_PUBLISH;
+// Or after this many cycles (5 us), so that slow channels stay prompt.
+#ifndef JAX_EP_TUNE_PUBLISH_CYCLES
+#define JAX_EP_TUNE_PUBLISH_CYCLES 8192
+#endif
+constexpr uint32_t kCyclesPerPublish = JAX_EP_TUNE_PUBLISH_CYCLES;
 
 // A signal word: the call's number above the count of pieces. 2^40 calls last for
 // years at any rate, and 2^24 pieces of a channel are more than memory holds.
@@ -94,15 +99,20 @@ class Sender {
         channel_(channel),
         ring_(ring),
         slot_bytes_(slot_bytes),
-        credit_(credit) {
+        reuse_(reuse),
+        credit_(credit),
+        published_at_(ptx::Cycles()) {}
+
+  // Waits until all ranks have read what earlier calls sent them; all lanes, before the
+  // first Reserve.
+  __device__ __forceinline__ void Begin() {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int rank = Lane() + 32 * i;
-      // Pairs with the release in FinishRingCall: the rank has read what earlier
-      // calls sent it.
-      AwaitAtLeast(&common, state, reuse, rank, -1,
-                   Word(common.peers[common.rank], kDoneOffset, rank),
-                   state->number - 1, rank < kRanks);
+      // Pairs with the release in FinishRingCall.
+      AwaitAtLeast(&common_, state_, reuse_, rank, -1,
+                   Word(common_.peers[common_.rank], kDoneOffset, rank),
+                   state_->number - 1, rank < kRanks);
     }
     ptx::FenceGlobalForBulk();
   }
@@ -146,11 +156,13 @@ class Sender {
   // Ends a step of at most one Send per rank; all lanes, once per step.
   __device__ __forceinline__ void Commit() {
     ptx::BulkCommit();
+    const bool late = ptx::Cycles() - published_at_ > kCyclesPerPublish;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const uint32_t before = sent_[i] - (latest_ >> i & 1);
-      if (before - published_[i] >= static_cast<uint32_t>(ring_.pieces_per_publish)) {
-        ptx::BulkWaitWritten<1>();  // all steps but this one
+      const uint32_t before = sent_[i] - (latest_ >> i & 1);  // this step
+      const uint32_t due = late ? 1 : ring_.pieces_per_publish;
+      if (before - published_[i] >= due) {
+        ptx::BulkWaitWritten<1>();
         Publish(i, before);
       }
     }
@@ -175,6 +187,7 @@ class Sender {
 
   __device__ __forceinline__ void Publish(int i, uint32_t count) {
     published_[i] = count;
+    published_at_ = ptx::Cycles();
     if (Failed(state_)) return;
     // Pairs with the acquire in Receiver::Await and Poll. The pieces are written.
     ptx::StoreReleaseSystem(Word(common_.peers[Lane() + 32 * i], kHeadOffset,
@@ -187,7 +200,9 @@ class Sender {
   int channel_;
   RingShape ring_;
   int slot_bytes_;
+  Phase reuse_;
   Phase credit_;
+  uint32_t published_at_;
   uint32_t latest_ = 0;  // bit i: this step sent to rank number i
   uint32_t sent_[kPerLane] = {};
   uint32_t published_[kPerLane] = {};

@@ -250,7 +250,10 @@ JAX_EP_HD constexpr int64_t AlignUp(int64_t value, int64_t multiple) {
 // behind it, K floats (weights or row values) where the call has any.
 // ---------------------------------------------------------------------------
 
-constexpr int64_t kMaxPieceBytes = 16 * kKiB;
+#ifndef JAX_EP_TUNE_PIECE
+#define JAX_EP_TUNE_PIECE (16 * 1024)
+#endif
+constexpr int64_t kMaxPieceBytes = JAX_EP_TUNE_PIECE;
 
 struct WireShape {
   int64_t row_bytes;    // one row, leaves at 16-byte offsets (dispatch only)
