@@ -75,11 +75,17 @@ void Poison(ffi::AnyBuffer buffer) {
 void Poison(ffi::AnyBuffer) {}
 #endif
 
-void PoisonAll(const ffi::RemainingRets& rets) {
+// Before anything is written to the results, all of which will be written in full.
+void PrepareResults(const ffi::RemainingRets& rets) {
   for (size_t i = 0; i < rets.size(); ++i) {
-    if (auto buffer = rets.get<ffi::AnyBuffer>(i); buffer.has_value()) Poison(**buffer);
+    auto buffer = rets.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) continue;
+    ExpectFullWrite((*buffer)->untyped_data(), (*buffer)->size_bytes());
+    Poison(**buffer);
   }
 }
+
+static_assert(kMaxNumTopk <= kMaxTopk, "Combine holds a token's rows on the stack");
 
 // What all ranks of a call must have in common besides the attributes.
 struct Shape {
@@ -332,7 +338,7 @@ void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
   };
 
   Buffers operands = OperandsOf(args);
-  PoisonAll(rets);
+  PrepareResults(rets);
   Buffers results = ResultsOf(rets);
   const auto* position = operands.Take<int32_t>("rank", ffi::DataType::S32, {2});
   const bool knows_group =
