@@ -26,6 +26,11 @@ from jax_ep.placement import (
     plan_placement,
     rank_loads,
 )
+from jax_ep.pretrained import (
+    export_hf_moe_layer,
+    hf_moe_config,
+    load_hf_moe_layer,
+)
 from jax_ep.router import Routing, router, topk_routing
 
 __all__ = [
@@ -42,10 +47,13 @@ __all__ = [
     "dispatch",
     "dispatch_layout",
     "experts",
+    "export_hf_moe_layer",
+    "hf_moe_config",
     "identity_placement",
     "in_rounds",
     "init_params",
     "load_balance_loss",
+    "load_hf_moe_layer",
     "moe",
     "moe_stats",
     "param_specs",

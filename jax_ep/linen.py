@@ -17,6 +17,7 @@ except ImportError as error:
 from jax_ep.config import MoEConfig
 from jax_ep.moe import sharded_moe
 from jax_ep.params import MoEParams, ParamInfo, names_of, param_info, param_specs
+from jax_ep.placement import Placement
 
 
 class MoE(nn.Module):
@@ -77,6 +78,7 @@ class MoE(nn.Module):
         *,
         token_mask: jax.Array | None = None,
         deterministic: bool = False,
+        placement: Placement | None = None,
     ) -> jax.Array:
         """Applies the layer; see `sharded_moe` for the arguments and `moe` for more.
 
@@ -84,6 +86,7 @@ class MoE(nn.Module):
           x: `[B, ..., H]`; B must be divisible by the shares that tokens are split in.
           token_mask: bool, `x.shape[:-1]`; False for padding tokens.
           deterministic: as `MoEConfig.evaluation()` has it.
+          placement: which rank holds which experts, from `plan_placement`.
 
         Returns:
           `[B, ..., H]`, in `dtype`.
@@ -108,6 +111,7 @@ class MoE(nn.Module):
             specs=specs,
             token_mask=token_mask,
             key=self.make_rng("router") if self.has_rng("router") else None,
+            placement=placement,
         )
         if self.is_initializing():
             return out  # Or variables of `init` would carry the first call's loss.

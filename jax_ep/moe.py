@@ -27,6 +27,7 @@ from jax_ep.params import (
     param_info,
     param_specs,
 )
+from jax_ep.placement import Placement, place_params, place_topk
 from jax_ep.router import router
 
 
@@ -40,6 +41,7 @@ def moe(
     specs: MoEParams | None = None,
     token_mask: jax.Array | None = None,
     key: jax.Array | None = None,
+    placement: Placement | None = None,
 ) -> tuple[jax.Array, MoEStats]:
     """A Mixture-of-Experts layer: router, layout, dispatch, experts, combine.
 
@@ -59,6 +61,9 @@ def moe(
       token_mask: bool, `x.shape[:-1]`; False for padding tokens, which go nowhere,
         count nowhere, get zero, and may be NaN.
       key: for jitter noise and random routing; each rank folds its index in.
+      placement: which rank holds which experts, replicas included; the same on all
+        ranks. The router, the losses and `expert_load` speak of logical experts still,
+        and so do params: see `place_params`, whose exchange this adds.
 
     Returns:
       `out`, like x, and `MoEStats`, the same on all ranks.
@@ -93,11 +98,23 @@ def moe(
         token_mask=mask,
         key=key,
     )
+    topk_idx, routed, num_slots = routing.topk_idx, params.routed, config.num_experts
+    if placement is not None:
+        topk_idx = place_topk(topk_idx, placement, axis_name=axis.names)
+        routed = place_params(
+            routed,
+            placement,
+            axis_name=axis.names,
+            implementation=config.implementation,
+        )
+        num_slots = placement.num_slots
     handle = dispatch_layout(
-        routing.topk_idx,
-        num_experts=config.num_experts,
+        topk_idx,
+        num_experts=num_slots,
         axis_name=axis.names,
-        capacity=receive_capacity(config, tokens.shape[0], axis.num_ranks),
+        capacity=receive_capacity(
+            config, tokens.shape[0], axis.num_ranks, num_slots=num_slots
+        ),
         expert_alignment=config.expert_alignment,
         implementation=config.implementation,
         num_sms=config.num_sms,
@@ -109,16 +126,16 @@ def moe(
     if config.dropless_fallback and config.capacity_factor is not None:
         out, rounds = in_rounds(
             layer,
-            params.routed,
+            routed,
             tokens,
-            routing.topk_idx,
+            topk_idx,
             routing.topk_weights,
             handle,
             max_rounds=config.max_rounds,
             bias=shared,
         )
     else:
-        out = layer(params.routed, tokens, routing.topk_weights, handle, shared)
+        out = layer(routed, tokens, routing.topk_weights, handle, shared)
     stats = moe_stats(
         routing,
         handle,
@@ -141,7 +158,9 @@ def _routed_experts(params, tokens, topk_weights, handle, bias, *, config):
     return combine(y, handle, weights=late, bias=bias)
 
 
-def receive_capacity(config: MoEConfig, num_tokens: int, num_ranks: int) -> int | None:
+def receive_capacity(
+    config: MoEConfig, num_tokens: int, num_ranks: int, *, num_slots: int | None = None
+) -> int | None:
     """Rows C of a rank's receive buffer, for `dispatch_layout`.
 
     `capacity_factor * T * K`, rounded up to the alignment, and never more than a router
@@ -151,6 +170,7 @@ def receive_capacity(config: MoEConfig, num_tokens: int, num_ranks: int) -> int 
       config: the layer.
       num_tokens: T.
       num_ranks: R.
+      num_slots: slots of a `Placement` over all ranks; None is one for each expert.
 
     Returns:
       C; None where there are no tokens.
@@ -158,7 +178,7 @@ def receive_capacity(config: MoEConfig, num_tokens: int, num_ranks: int) -> int 
     if not num_tokens:
         return None
     num_topk, alignment = config.num_experts_per_tok, config.expert_alignment
-    num_local = max(config.num_experts // num_ranks, 1)
+    num_local = max((num_slots or config.num_experts) // num_ranks, 1)
     bound = num_ranks * num_tokens * min(num_topk, num_local)
     bound += num_local * (alignment - 1)
     if config.capacity_factor is None:
@@ -190,6 +210,7 @@ def sharded_moe(
     specs: MoEParams | None = None,
     token_mask: jax.Array | None = None,
     key: jax.Array | None = None,
+    placement: Placement | None = None,
 ) -> tuple[jax.Array, MoEStats]:
     """`moe` over global arrays: does the shard_map itself.
 
@@ -212,6 +233,7 @@ def sharded_moe(
         `param_specs(config, expert=axis_name)`.
       token_mask: bool, `x.shape[:-1]`, global; see `moe`.
       key: see `moe`.
+      placement: see `moe`; global, as planned.
 
     Returns:
       `out`, like x and sharded as x is, and `MoEStats`, replicated.
@@ -258,6 +280,7 @@ def sharded_moe(
             specs=specs,
             token_mask=token_mask,
             key=key,
+            placement=placement,
         )
     batch_names = tuple(n for n in mesh.axis_names if n in data_names + expert_names)
     num_shares = math.prod(mesh.shape[name] for name in batch_names)
@@ -274,7 +297,7 @@ def sharded_moe(
                 f"{shape}."
             )
     call = _sharded(config, mesh, expert_names, data_names, batch_names, specs)
-    return call(x, params, token_mask, key)
+    return call(x, params, token_mask, key, placement)
 
 
 @functools.lru_cache(maxsize=256)
@@ -285,9 +308,9 @@ def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
     # Other axes than these are gathered by JAX at the border of the shard_map.
     known = expert_names + data_names
     specs = jax.tree.map(lambda spec: keep_axes(spec, known), specs)
-    in_specs = (batch, specs, batch, P())
+    in_specs = (batch, specs, batch, P(), P())
 
-    def local(x, params, token_mask, key):
+    def local(x, params, token_mask, key, placement):
         return moe(
             x,
             params,
@@ -297,11 +320,12 @@ def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
             specs=specs,
             token_mask=token_mask,
             key=key,
+            placement=placement,
         )
 
-    def call(x, params, token_mask, key):
+    def call(x, params, token_mask, key, placement):
         given = jax.typeof(x).sharding
-        args = (x, params, token_mask, key)
+        args = (x, params, token_mask, key, placement)
         used = tuple(
             spec if value is not None else None
             for spec, value in zip(in_specs, args, strict=True)

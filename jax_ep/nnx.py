@@ -16,6 +16,7 @@ except ImportError as error:
 from jax_ep.config import MoEConfig
 from jax_ep.moe import sharded_moe
 from jax_ep.params import MoEParams, keep_axes, names_of, param_info, param_specs
+from jax_ep.placement import Placement
 
 
 class SelectionBias(nnx.Variable):
@@ -120,6 +121,7 @@ class MoE(nnx.Module):
         token_mask: jax.Array | None = None,
         key: jax.Array | None = None,
         deterministic: bool | None = None,
+        placement: Placement | None = None,
     ) -> jax.Array:
         """Applies the layer; see `sharded_moe` for the arguments and `moe` for more.
 
@@ -128,6 +130,7 @@ class MoE(nnx.Module):
           token_mask: bool, `x.shape[:-1]`; False for padding tokens.
           key: for jitter noise and random routing.
           deterministic: overrides the attribute.
+          placement: which rank holds which experts, from `plan_placement`.
 
         Returns:
           `[B, ..., H]`, in `dtype`.
@@ -146,6 +149,7 @@ class MoE(nnx.Module):
             ),
             token_mask=token_mask,
             key=key,
+            placement=placement,
         )
         if self.record_stats:
             self.stats.set_value(stats)

@@ -129,7 +129,7 @@ def combine(
 
 
 def _partials(leaf, weights, recv_slot):
-    """`[R, T, W]` float32: per source token, this rank's rows, summed by ascending k."""
+    """`[R, T, W]` float32: per source token, this rank's rows, summed in order."""
     num_ranks, num_tokens, num_topk = recv_slot.shape
     total = jnp.zeros((num_ranks, num_tokens, leaf.shape[1]), jnp.float32)
     if not leaf.shape[0]:

@@ -1,5 +1,7 @@
 """Expert placement: the planner, by hand and by property; ids and parameters placed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -332,3 +334,75 @@ def test_place_params_messages(shapes, num_ranks, num_slots, message):
     with pytest.raises(ValueError) as error:
         place(params, placement)
     assert str(error.value) == message
+
+
+LAYER = jax_ep.MoEConfig(
+    num_experts=8,
+    num_experts_per_tok=2,
+    hidden_size=6,
+    moe_intermediate_size=4,
+    num_shared_experts=1,
+    load_balance_loss_weight=0.01,
+)
+
+
+def skewed_layer(config):
+    params = jax_ep.init_params(jax.random.key(0), config)
+    kernel = params.router_kernel.at[:, 0].set(0.5)
+    x = jax.random.normal(jax.random.key(1), (8, 8, config.hidden_size)) + 1
+    return dataclasses.replace(params, router_kernel=kernel), x
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, dict(capacity_factor=0.5, dropless_fallback=True), dict(mlp_bias=True)],
+    ids=["dropless", "in rounds", "biases"],
+)
+def test_the_layer_with_a_placement(settings):
+    config = dataclasses.replace(LAYER, **settings)
+    params, x = skewed_layer(config)
+    mesh = CPU_FFI.mesh(data=2, expert=4)
+
+    def run(placement):
+        def loss(params, x):
+            out, stats = jax_ep.sharded_moe(
+                x, params, config, mesh=mesh, placement=placement
+            )
+            return jnp.sum(jnp.sin(3 * out)) + stats.aux_loss, (out, stats)
+
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (_, (out, stats)), grads = jax.jit(grad)(params, x)
+        return (out, grads), stats
+
+    want, before = run(None)
+    placement = plan_placement(before.expert_load, num_ranks=4, num_slots=12)
+    got, after = run(placement)
+    np.testing.assert_array_equal(after.expert_load, before.expert_load)
+    assert int(after.num_dropped.sum()) == 0
+    uneven, even = (np.asarray(stats.num_recv) for stats in (before, after))
+    assert even.max() / even.mean() < 1.15 < uneven.max() / uneven.mean()
+    for (path, g), w in zip(
+        jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True
+    ):
+        scale = np.abs(w).max() + 1e-30
+        np.testing.assert_allclose(
+            g / scale, w / scale, atol=1e-5, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def test_flax_layers_take_a_placement():
+    flax = pytest.importorskip("flax", reason='needs the extra "flax"')
+    from jax_ep import linen, nnx
+
+    params, x = skewed_layer(LAYER)
+    mesh = CPU_FFI.mesh(expert=4)
+    want, stats = jax_ep.sharded_moe(x, params, LAYER, mesh=mesh)
+    placement = plan_placement(stats.expert_load, num_ranks=4, num_slots=12)
+    values = {name: value for name, value in vars(params).items() if value is not None}
+    layer = nnx.MoE(LAYER, mesh=mesh, rngs=flax.nnx.Rngs(0))
+    for name, value in values.items():
+        getattr(layer, name).set_value(value)
+    got = layer(x, placement=placement)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    got = linen.MoE(LAYER, mesh=mesh).apply(dict(params=values), x, placement=placement)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
