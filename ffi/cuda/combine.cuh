@@ -399,9 +399,11 @@ class Combine {
       if (output.rank < 0) break;
 #pragma unroll
       for (int i = 0; i < Sender<kRanks>::kPerLane; ++i) {
-        const bool mine = Lane() + 32 * i == output.rank;
-        sender.Reserve(i, mine);
-        if (mine) {
+        sender.Reserve(i, Lane() + 32 * i == output.rank);
+      }
+#pragma unroll
+      for (int i = 0; i < Sender<kRanks>::kPerLane; ++i) {
+        if (Lane() + 32 * i == output.rank) {
           sender.Send(i, parts.out_stages + stage * kSlotBytes, output.bytes);
         }
       }

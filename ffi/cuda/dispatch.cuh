@@ -358,10 +358,10 @@ class Dispatch {
       // Pairs with the copy engine's completion of LoadBulk.
       ptx::BarrierWait(part.barriers + stage, parity);
 #pragma unroll
+      for (int i = 0; i < kPerLane; ++i) sender.Reserve(i, (item.y >> i & 1) != 0);
+#pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        const bool wanted = (item.y >> i & 1) != 0;
-        sender.Reserve(i, wanted);
-        if (wanted) sender.Send(i, bytes, WireBytes(item_piece));
+        if ((item.y >> i & 1) != 0) sender.Send(i, bytes, WireBytes(item_piece));
       }
       StoreRows(params, item.x, item_piece, bytes);
       sender.Commit();

@@ -117,7 +117,8 @@ class Sender {
     ptx::FenceGlobalForBulk();
   }
 
-  // Makes sure that this lane's rank number i has a free slot, where `wanted`.
+  // Makes sure that this lane's rank number i has a free slot, where `wanted`. A step
+  // reserves all its slots, then sends: waiting publishes what was sent before.
   __device__ __forceinline__ void Reserve(int i, bool wanted) {
     if (!__any_sync(kAllLanes, wanted && Full(i))) return;
     const int rank = Lane() + 32 * i;
