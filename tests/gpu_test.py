@@ -204,7 +204,7 @@ def test_large_arrays():
     ids[-1] = 3  # the last row of the last rank
     wrong, stray, num_recv = on_ranks(round_trip, mesh, check_vma=False)(make(), ids)
     if GPU.platform == "gpu":
-        assert np.asarray(num_recv).min() * hidden > 2**31
+        assert int(np.asarray(num_recv).min()) * hidden > 2**31
     assert np.asarray(wrong).tolist() == [0, 0]
     assert np.asarray(stray).tolist() == [0, 0]
 

@@ -104,6 +104,10 @@ __device__ __noinline__ bool CheckAbort(const CommonParams* common, CallState* s
 // Counts a wait's rounds and looks at the clock and the abort word in some of them.
 class Patience {
  public:
+  // `grace_ns` is added to the limit.
+  __device__ __forceinline__ explicit Patience(uint64_t grace_ns = 0)
+      : grace_(grace_ns) {}
+
   // Whether to stop waiting: the block has failed, or the limit has passed. In the
   // second case `Overdue` is true and the caller must GiveUp.
   __device__ __forceinline__ bool Over(const CommonParams* common, CallState* state) {
@@ -119,10 +123,11 @@ class Patience {
     const uint64_t now = ptx::Nanoseconds();
     if (start_ == 0) start_ = now;
     waited_ = now - start_;
-    overdue_ = waited_ > common->timeout_ns;
+    overdue_ = waited_ > common->timeout_ns + grace_;
     return overdue_;
   }
 
+  const uint64_t grace_;
   uint32_t rounds_ = 0;
   bool overdue_ = false;
   uint64_t start_ = 0;

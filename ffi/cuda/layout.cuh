@@ -105,6 +105,9 @@ class Layout {
  private:
   static constexpr uint32_t kNoId = 0xfff;  // on the wire
   static_assert(kMaxExperts <= kNoId, "ids have 12 bits");
+  // A block that is missing at the grid's barrier may itself wait for a rank: it must
+  // give up first, since it can name that rank.
+  static constexpr uint64_t kGridGraceNs = 500'000'000;
   static constexpr int kUnroll = 8;  // loads in flight
 
   // --- step 1 -----------------------------------------------------------------------
@@ -339,7 +342,7 @@ class Layout {
       Control* control = ControlOf(common_, rank_);
       const uint32_t expected = barriers_ * gridDim.x;
       ptx::AddAcquireReleaseDevice(&control->barrier, 1);
-      Patience patience;
+      Patience patience(kGridGraceNs);
       while (!Failed(state_)) {
         // Pairs with the additions of the other blocks.
         const uint32_t seen = ptx::LoadAcquireDevice(&control->barrier);
