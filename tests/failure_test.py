@@ -179,7 +179,7 @@ step(f.X, f.IDS, f.WEIGHTS, f.SCALES).block_until_ready()
 """
     start = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-P", "-c", program],
         env=dict(os.environ, JAX_PLATFORMS="cpu"),
         capture_output=True,
         text=True,

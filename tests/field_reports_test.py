@@ -455,7 +455,7 @@ print(field_reports_test.large_digest(Backend("cpu", {backend.implementation!r})
 """
     env = dict(os.environ, JAX_PLATFORMS="cpu")
     result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+        [sys.executable, "-P", "-c", program], env=env, capture_output=True, text=True
     )
     assert {result.stdout.strip()} == digests, result.stderr
 

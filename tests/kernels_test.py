@@ -331,7 +331,7 @@ for i in range(5):
 def test_processes_may_start_at_once(cache):
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _PROCESS],
+            [sys.executable, "-P", "-c", _PROCESS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

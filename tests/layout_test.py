@@ -330,7 +330,7 @@ print("passed")
     env = dict(os.environ, JAX_PLATFORMS="cpu")
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ranks}"
     result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+        [sys.executable, "-P", "-c", program], env=env, capture_output=True, text=True
     )
     assert result.stdout == "passed\n", result.stderr
 

@@ -303,7 +303,7 @@ def test_selection_bias_update(x):
 
 def test_jax_ep_does_not_import_flax():
     code = "import sys, jax_ep; sys.exit('flax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)
 
 
 def test_without_flax(monkeypatch):

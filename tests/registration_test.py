@@ -16,7 +16,7 @@ def run(program: str, **env: str) -> subprocess.CompletedProcess:
     """A fresh process on CPU devices."""
     env = dict(os.environ, JAX_PLATFORMS="cpu", **env)
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
+        [sys.executable, "-P", "-W", "error", "-c", program],
         env=env,
         capture_output=True,
         text=True,

@@ -367,7 +367,10 @@ print(base.custom_calls(step.lower(*t.BASE_ARRAYS).compile().as_text()))
 
     def run():
         result = subprocess.run(
-            [sys.executable, "-c", program], env=env, capture_output=True, text=True
+            [sys.executable, "-P", "-c", program],
+            env=env,
+            capture_output=True,
+            text=True,
         )
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
