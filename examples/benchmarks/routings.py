@@ -1,0 +1,101 @@
+"""Expert ids as layers meet them, and the bytes that an exchange of them must move."""
+
+import dataclasses
+
+import numpy as np
+
+KINDS = ("uniform", "zipf", "one-hot")
+
+
+def make_ids(kind: str, ranks: int, tokens: int, topk: int, experts: int) -> np.ndarray:
+    """`[R, T, K]` int32, K different experts for each token.
+
+    uniform: all alike. zipf: expert e is wanted in proportion to 1/(e+1), so the first
+    rank has most of the work. one-hot: every token has the same K experts, all of the
+    first rank.
+    """
+    if kind == "one-hot":
+        return np.broadcast_to(np.arange(topk, dtype=np.int32), (ranks, tokens, topk))
+    random = np.random.default_rng(0)
+    # The K largest of these are K draws without repetition.
+    scores = random.gumbel(size=(ranks, tokens, experts)).astype(np.float32)
+    if kind == "zipf":
+        scores -= np.log1p(np.arange(experts, dtype=np.float32))
+    chosen = np.argpartition(-scores, topk - 1, axis=-1)[..., :topk]
+    return random.permuted(chosen, axis=-1).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Rows that cross links and rows that land, as `[R]` counts.
+
+    Attributes:
+      demand: slots that each rank receives.
+      egress: (token, other rank) pairs out of each rank: a token's row goes to each of
+        its ranks once.
+      ingress: the same by destination.
+    """
+
+    demand: np.ndarray
+    egress: np.ndarray
+    ingress: np.ndarray
+
+
+def traffic(ids: np.ndarray, experts: int) -> Traffic:
+    """Of `[R, T, K]` ids, none of them masked."""
+    ranks = ids.shape[0]
+    owner = ids // (experts // ranks)
+    demand = np.bincount(owner.reshape(-1), minlength=ranks)
+    pairs = np.stack(  # [source, destination]
+        [np.any(owner == rank, axis=2).sum(axis=1) for rank in range(ranks)], axis=1
+    )
+    np.fill_diagonal(pairs, 0)
+    return Traffic(demand, pairs.sum(1), pairs.sum(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Of one exchange: of the busiest rank in each respect.
+
+    Attributes:
+      egress, ingress: over its link, each way.
+      memory: of its HBM, read plus written: source rows, the ring that rows cross in
+        (written and read), result rows, zeros.
+    """
+
+    egress: int
+    ingress: int
+    memory: int
+
+    def floor(self, ceilings) -> float:
+        """Seconds at the measured ceilings: of the slower, link or memory."""
+        return max(
+            self.egress / ceilings.egress,
+            self.ingress / ceilings.ingress,
+            self.memory / ceilings.memory,
+        )
+
+
+def dispatch_bytes(
+    moved: Traffic, tokens: int, capacity: int, row_bytes: int, extra_bytes: int
+) -> Bytes:
+    """Rows of tokens to rows of experts; `extra_bytes` of weights go with each row."""
+    wire = row_bytes + extra_bytes
+    memory = tokens * row_bytes + 2 * moved.ingress.max() * wire + capacity * row_bytes
+    return Bytes(
+        int(moved.egress.max() * wire), int(moved.ingress.max() * wire), int(memory)
+    )
+
+
+def combine_bytes(
+    moved: Traffic, tokens: int, row_bytes: int, extra_bytes: int
+) -> Bytes:
+    """Rows of experts, added, to rows of tokens: the way back."""
+    wire = row_bytes + extra_bytes
+    read = moved.demand * row_bytes
+    memory = read + 2 * moved.egress * wire + tokens * row_bytes
+    return Bytes(
+        int(moved.ingress.max() * wire),
+        int(moved.egress.max() * wire),
+        int(memory.max()),
+    )
