@@ -81,6 +81,15 @@ def backend(request) -> Backend:
     return request.param
 
 
+def enough_for_reference(backend: Backend, case: object) -> None:
+    """Skips a case on the reference whose program differs from others' only for ffi.
+
+    The reference is plain JAX and slow to compile, so it runs some of the cases.
+    """
+    if backend.implementation == "xla" and not case:
+        pytest.skip("the reference runs a part of these cases")
+
+
 @pytest.fixture(params=_backends(("ffi",)))
 def ffi_backend(request) -> Backend:
     """Every platform with our custom calls."""

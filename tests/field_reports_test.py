@@ -441,8 +441,8 @@ def large_digest(backend) -> str:
 
 
 def test_14_same_input_same_bits(backend):
-    """T 4097, K 16, E 128: 20 runs (3 of the slow reference), and a fresh process."""
-    num_runs = 20 if backend.implementation == "ffi" else 3
+    """T 4097, K 16, E 128: 20 runs (2 of the slow reference), and a fresh process."""
+    num_runs = 20 if backend.implementation == "ffi" else 2
     digests = {large_digest(backend) for _ in range(num_runs)}
     assert len(digests) == 1
     if backend.platform != "cpu":
@@ -487,9 +487,8 @@ def test_15_state_survives_relocation(backend):
     out, vjp = jax.vjp(
         jax.jit(lambda x, weights: function(x, IDS, weights, SCALES)), X, WEIGHTS
     )
-    for _ in range(2):
-        churn = jnp.zeros(2**28, jnp.float32, device=backend.devices(1)[0])
-        churn.block_until_ready().delete()
+    churn = jnp.zeros(2**28, jnp.float32, device=backend.devices(1)[0])
+    churn.block_until_ready().delete()
     dx, d_weights = jax.jit(lambda ct: vjp(ct * 1))(jnp.ones_like(out))
     assert per_rank(d_weights) == base.WEIGHT_GRADIENT_SUMS
     assert_bits_equal(dx, base.gradients()[0])

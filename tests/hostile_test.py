@@ -197,12 +197,12 @@ def fails(call: Call, message: str) -> None:
         (
             "expert_alignment",
             np.int64(0),
-            "expert_alignment (=0) must be in [1, 2^31).",
+            "expert_alignment (=0) must be positive and divide the capacity (=32).",
         ),
         (
             "expert_alignment",
             np.int64(5),
-            "expert_alignment (=5) must divide the capacity (=32).",
+            "expert_alignment (=5) must be positive and divide the capacity (=32).",
         ),
         ("timeout_s", np.float64(0), "timeout_s (=0) must be positive."),
         ("timeout_s", np.float64("nan"), "timeout_s (=nan) must be positive."),
@@ -242,8 +242,8 @@ def test_alignment_beyond_every_count():
     call.attributes |= dict(capacity=np.int64(0), expert_alignment=np.int64(2**63 - 1))
     fails(
         call,
-        "jax_ep.dispatch_layout: expert_alignment (=9223372036854775807) must be in "
-        "[1, 2^31).",
+        "jax_ep.dispatch_layout: expert_alignment (=9223372036854775807) must be "
+        "below 2^31.",
     )
 
 
@@ -476,7 +476,7 @@ def test_random_handles(backend):
     random = np.random.default_rng(0)
     names = ["slot", "slot_rank", "recv_slot", "group_counts", "group_offsets"]
     num_errors = 0
-    num_trials = 60 if backend is CPU_FFI else 20
+    num_trials = 60 if backend is CPU_FFI else 8
     for trial in range(num_trials):
         changes = {}
         for name in random.choice(names, random.integers(1, 4), replace=False):

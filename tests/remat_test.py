@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from base import IDS, SCALES, WEIGHTS, X, custom_calls
+from conftest import enough_for_reference
 from jax.sharding import PartitionSpec as P
 from stages import assert_bits_equal
 
@@ -63,6 +64,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradient(backend, policy):
     """Every policy gives the gradient of no checkpoint, and the value."""
+    enough_for_reference(backend, policy in ("default", "names"))
     body = block(backend.implementation)
     remat = jax.checkpoint(body, policy=POLICIES[policy])
     _, got = compiled_gradient(backend, remat)

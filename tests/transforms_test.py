@@ -12,7 +12,7 @@ import literal
 import numpy as np
 import pytest
 from base import IDS, SCALES, WEIGHTS, X, custom_calls
-from conftest import CPU_FFI, Backend
+from conftest import CPU_FFI, Backend, enough_for_reference
 from jax.sharding import PartitionSpec as P
 from stages import all_ranks, assert_bits_equal
 
@@ -73,6 +73,7 @@ def test_value_and_gradient(backend, explicit, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_eager_shard_map(backend, check_vma):
     """Without jit, forward and backward."""
+    enough_for_reference(backend, not check_vma)
     function = layer(backend, check_vma=check_vma)
     if check_vma:
         gradient = jax.grad(total(function), argnums=(0, 2, 3))
@@ -89,6 +90,7 @@ REPLICATED = [("x",), ("ids",), ("weights",), ("x", "weights"), ("x", "ids", "we
 @pytest.mark.parametrize("replicated", REPLICATED, ids="+".join)
 def test_replicated_operands(backend, replicated, check_vma):
     """A replicated operand's gradient is the sum of all ranks' shares."""
+    enough_for_reference(backend, check_vma)
     names = ("x", "ids", "weights")
     local = {"x": X[:4], "ids": IDS[4:8], "weights": WEIGHTS[8:12]}
     arrays = dict(zip(names, BASE_ARRAYS[:3], strict=True))
@@ -114,6 +116,7 @@ def test_replicated_operands(backend, replicated, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("replicated", ["y", "weights", "bias"])
 def test_replicated_operands_of_combine(backend, replicated, check_vma):
+    enough_for_reference(backend, check_vma)
     capacity = 32
     random = np.random.default_rng(0)
     arrays = {
@@ -206,6 +209,7 @@ def layered(backend, scan: bool, remat: bool):
 @pytest.mark.parametrize("remat", [True, False])
 def test_layers(backend, scan, remat):
     """Scanned and unrolled, with and without remat: one value, one gradient."""
+    enough_for_reference(backend, scan == remat)
     ids = np.stack([IDS, (IDS + 1) % 8, IDS[::-1]])
     weights = np.stack([WEIGHTS, WEIGHTS[::-1], WEIGHTS]) / 2
     scales = np.stack([SCALES, SCALES[::-1], SCALES]) / 4
@@ -252,6 +256,7 @@ def test_gradient_inside_scan(backend):
 @pytest.mark.parametrize("mapped", ["x", "all"])
 def test_vmap(backend, where, mapped):
     """Inside a shard_map and of one: as so many calls, forward and backward."""
+    enough_for_reference(backend, mapped == "all")
     batch = (
         np.stack([X, 12 - X, X[::-1]]),
         np.stack([IDS, (IDS + 3) % 8, np.where(IDS == 5, -1, IDS)]),
