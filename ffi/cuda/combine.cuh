@@ -45,7 +45,9 @@ class Combine {
   static constexpr int kTeamThreads = 32 * kTeamWarps;
 
   __device__ static void Run(const CombineParams& params, uint8_t* shared) {
-    __shared__ CallState state;
+    __shared__ CallState state_storage;
+    CallState* state = ptx::HoldShared(&state_storage);
+    shared = ptx::HoldShared(shared);
     const CommonParams& common = params.common;
     const uint64_t signature = reinterpret_cast<uint64_t>(params.out[0]) * 4 + 3;
     const RingShape ring = MakeRing(kRanks, kSlotBytes, gridDim.x);
@@ -57,23 +59,23 @@ class Combine {
     ptx::BarrierInitFence();
     __syncthreads();
     const int warp = threadIdx.x / 32;
-    if (warp == 0) BeginCall(common, signature, /*ring_call=*/true, &state);
+    if (warp == 0) BeginCall(common, signature, /*ring_call=*/true, state);
     if (channel >= ring.channels) {
       AwaitBegin();
     } else if (warp == 0) {
-      SendSums(params, &state, channel, ring, parts);
+      SendSums(params, state, channel, ring, parts);
     } else if (warp == 1) {
       LoadRows(params, channel, ring, parts);
     } else if (warp == 2) {
-      LoadSums(params, &state, channel, ring, parts);
+      LoadSums(params, state, channel, ring, parts);
     } else if (warp < 3 + kTeamWarps) {
       AddRows(params, parts, threadIdx.x - 32 * 3);
     } else {
       WriteSums(params, parts, threadIdx.x - 32 * (3 + kTeamWarps));
     }
     EndCall(
-        common, &state, [&](int part, int count) { Poison(params, part, count); },
-        [&] { FinishRingCall(common, &state); });
+        common, state, [&](int part, int count) { Poison(params, part, count); },
+        [&] { FinishRingCall(common, state); });
   }
 
  private:
@@ -332,6 +334,7 @@ class Combine {
     const int32_t value = extra ? first->extra[thread & 31] : 0;
     const int vectors = L::NumVectors(piece);
     float acc[L::kVectors][L::kSize] = {};
+#pragma unroll 1
     for (int i = 0; i < inputs; ++i) {
       const uint32_t stage = *used % kStages;
       if (i > 0) AwaitFull<kStages>(parts.send_full, *used);
@@ -606,6 +609,7 @@ class Combine {
     float value = 0;
     const int vectors = L::NumVectors(piece);
     float acc[L::kVectors][L::kSize] = {};
+#pragma unroll 1
     for (int i = 0; i < (inputs > 0 ? inputs : 1); ++i) {
       const uint32_t stage = *used % kStages;
       if (i > 0) AwaitFull<kStages>(parts.recv_full, *used);

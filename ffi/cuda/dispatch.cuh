@@ -44,31 +44,34 @@ class Dispatch {
   static constexpr bool IsBulk(int leaf) { return Config::LeafBytes(leaf) % 16 == 0; }
 
   __device__ static void Run(const DispatchParams& params, uint8_t* shared) {
-    __shared__ CallState state;
-    __shared__ int roles_left;  // senders and receivers at work
+    __shared__ CallState state_storage;
+    __shared__ int roles_storage;
+    CallState* state = ptx::HoldShared(&state_storage);
+    int* roles_left = ptx::HoldShared(&roles_storage);  // senders and receivers at work
+    shared = ptx::HoldShared(shared);
     const CommonParams& common = params.common;
     const uint64_t signature = reinterpret_cast<uint64_t>(params.recv[0]) * 4 + 2;
     const RingShape ring = MakeRing(kRanks, kSlotBytes, gridDim.x * kShape.channels);
     const int warp = threadIdx.x / 32;
     const int channel = blockIdx.x + (warp >> 1) * gridDim.x;
     if (warp == 2 * kShape.channels) {
-      if (Lane() == 0) roles_left = 2 * kShape.channels;
-      BeginCall(common, signature, /*ring_call=*/true, &state);
-      ZeroGaps(params, shared, &roles_left);
+      if (Lane() == 0) *roles_left = 2 * kShape.channels;
+      BeginCall(common, signature, /*ring_call=*/true, state);
+      ZeroGaps(params, shared, roles_left);
     } else {
       if (channel >= ring.channels) {
         AwaitBegin();
       } else if ((warp & 1) == 0) {
-        Send(params, &state, channel, ring, SenderShared(shared, warp >> 1));
+        Send(params, state, channel, ring, SenderShared(shared, warp >> 1));
       } else {
-        Receive(params, &state, channel, ring, ReceiverShared(shared, warp >> 1));
+        Receive(params, state, channel, ring, ReceiverShared(shared, warp >> 1));
       }
       __syncwarp();
-      if (Lane() == 0) atomicAdd(&roles_left, -1);
+      if (Lane() == 0) atomicAdd(roles_left, -1);
     }
     EndCall(
-        common, &state, [&](int part, int parts) { Poison(params, part, parts); },
-        [&] { FinishRingCall(common, &state); });
+        common, state, [&](int part, int parts) { Poison(params, part, parts); },
+        [&] { FinishRingCall(common, state); });
   }
 
  private:

@@ -77,13 +77,15 @@ class Layout {
         second_(first_ + params.num_experts) {}
 
   __device__ static void Run(const LayoutParams& params, int32_t* shared) {
-    __shared__ CallState state;
+    __shared__ CallState state_storage;
+    CallState* state = ptx::HoldShared(&state_storage);
+    shared = ptx::HoldShared(shared);
     const uint64_t signature = reinterpret_cast<uint64_t>(params.slot) * 4 + 1;
     if (threadIdx.x < 32) {
-      BeginCall(params.common, signature, /*ring_call=*/false, &state);
+      BeginCall(params.common, signature, /*ring_call=*/false, state);
     }
     AwaitBegin();
-    Layout layout(params, &state, shared);
+    Layout layout(params, state, shared);
     const int rounds = layout.Exchange();
     layout.CountTiles();
     layout.GridBarrier();
@@ -93,12 +95,12 @@ class Layout {
     layout.GridBarrier();
     layout.Place();
     EndCall(
-        params.common, &state, [&](int part, int parts) { layout.Poison(part, parts); },
+        params.common, state, [&](int part, int parts) { layout.Poison(part, parts); },
         [&] {
           if (threadIdx.x != 0) return;
           Control* control = ControlOf(params.common, params.common.rank);
           params.num_invalid[0] = control->invalid_ids;
-          control->id_rounds = state.number + rounds;
+          control->id_rounds = state->number + rounds;
         });
   }
 

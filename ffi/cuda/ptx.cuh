@@ -11,6 +11,15 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same pointer to shared memory, held in a register: from the name of a variable
+// the compiler would compute its address anew, slowly, at every use.
+template <class T>
+__device__ __forceinline__ T* HoldShared(T* pointer) {
+  uint32_t address = SharedAddress(pointer);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // --- words other ranks write or read ------------------------------------------
 
 __device__ __forceinline__ uint64_t LoadAcquireSystem(const uint64_t* address) {
@@ -169,24 +178,16 @@ __device__ __forceinline__ bool BarrierTestWait(uint64_t* barrier, uint32_t pari
   return done != 0;
 }
 
-// The same; may sleep a while before it says no.
-__device__ __forceinline__ bool BarrierTryWait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-      "selp.u32 %0, 1, 0, p;\n\t}"
-      : "=r"(done)
-      : "r"(SharedAddress(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // Waits for work that this device does alone (a copy from global memory, another
 // warp's arithmetic) and so always ends.
 __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) {
-  while (!BarrierTryWait(barrier, parity)) {
-  }
+  asm volatile(
+      "{\n\t.reg .pred p;\n"
+      "wait_%=:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+      "@!p bra wait_%=;\n\t}" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
 }
 
 // All bulk copies: addresses and sizes are multiples of 16.

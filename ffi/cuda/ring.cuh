@@ -39,11 +39,11 @@ constexpr int kMaxSlots = JAX_EP_TUNE_SLOTS;
 #define JAX_EP_TUNE_PUBLISH (64 * 1024)
 #endif
 constexpr int kBytesPerPublish = JAX_EP_TUNE_PUBLISH;
-// Or after this many cycles (5 us), so that slow channels stay prompt.
-#ifndef JAX_EP_TUNE_PUBLISH_CYCLES
-#define JAX_EP_TUNE_PUBLISH_CYCLES 8192
+// A step that took so many cycles (8 us) came to a sender with time for one.
+#ifndef JAX_EP_TUNE_SLOW_STEP
+#define JAX_EP_TUNE_SLOW_STEP 14000
 #endif
-constexpr uint32_t kCyclesPerPublish = JAX_EP_TUNE_PUBLISH_CYCLES;
+constexpr uint32_t kSlowStepCycles = JAX_EP_TUNE_SLOW_STEP;
 
 // A signal word: the call's number above the count of pieces. 2^40 calls last for
 // years at any rate, and 2^24 pieces of a channel are more than memory holds.
@@ -101,7 +101,7 @@ class Sender {
         slot_bytes_(slot_bytes),
         reuse_(reuse),
         credit_(credit),
-        published_at_(ptx::Cycles()) {}
+        last_step_(ptx::Cycles()) {}
 
   // Waits until all ranks have read what earlier calls sent them; all lanes, before the
   // first Reserve.
@@ -157,11 +157,13 @@ class Sender {
   // Ends a step of at most one Send per rank; all lanes, once per step.
   __device__ __forceinline__ void Commit() {
     ptx::BulkCommit();
-    const bool late = ptx::Cycles() - published_at_ > kCyclesPerPublish;
+    const uint32_t now = ptx::Cycles();
+    const bool slow = now - last_step_ > kSlowStepCycles;
+    last_step_ = now;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const uint32_t before = sent_[i] - (latest_ >> i & 1);  // this step
-      const uint32_t due = late ? 1 : ring_.pieces_per_publish;
+      const uint32_t due = slow ? 1 : ring_.pieces_per_publish;
       if (before - published_[i] >= due) {
         ptx::BulkWaitWritten<1>();
         Publish(i, before);
@@ -188,7 +190,6 @@ class Sender {
 
   __device__ __forceinline__ void Publish(int i, uint32_t count) {
     published_[i] = count;
-    published_at_ = ptx::Cycles();
     if (Failed(state_)) return;
     // Pairs with the acquire in Receiver::Await and Poll. The pieces are written.
     ptx::StoreReleaseSystem(Word(common_.peers[Lane() + 32 * i], kHeadOffset,
@@ -203,7 +204,7 @@ class Sender {
   int slot_bytes_;
   Phase reuse_;
   Phase credit_;
-  uint32_t published_at_;
+  uint32_t last_step_;
   uint32_t latest_ = 0;  // bit i: this step sent to rank number i
   uint32_t sent_[kPerLane] = {};
   uint32_t published_[kPerLane] = {};
