@@ -75,8 +75,8 @@ def shards_equal(array, want) -> None:
 # --- scenarios: mesh and argument to what is printed ---------------------------
 
 
-def base_layer(mesh, argument=""):
-    """The base layer's value and gradients, exact, fifty times."""
+def base_layer(mesh, times: str = "50"):
+    """The base layer's value and gradients, exact."""
     layer = jax.shard_map(
         base.layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
     )
@@ -87,7 +87,7 @@ def base_layer(mesh, argument=""):
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3), has_aux=True))
     arrays = (base.X, base.IDS, base.WEIGHTS, base.SCALES)
-    (value, out), gradients = repeat(step, [put(mesh, a) for a in arrays], 50)
+    (value, out), gradients = repeat(step, [put(mesh, a) for a in arrays], int(times))
     assert float(value.addressable_shards[0].data) == 2074.75
     shards_equal(out, base.outputs())
     for got, want in zip(gradients, base.gradients(), strict=True):
@@ -95,8 +95,8 @@ def base_layer(mesh, argument=""):
     return digest((out, gradients))
 
 
-def two_dispatches(mesh, argument=""):
-    """Two exchanges in one program that do not depend on each other, fifty times."""
+def two_dispatches(mesh, times: str = "50"):
+    """Two exchanges in one program that do not depend on each other."""
     ids = [base.IDS, (base.IDS + 3) % 8]
 
     def both(x, weights, scales, *ids):
@@ -105,7 +105,7 @@ def two_dispatches(mesh, argument=""):
 
     step = pipeline.on_ranks(both, mesh)
     arrays = (base.X, base.WEIGHTS, base.SCALES, *ids)
-    outs = repeat(step, [put(mesh, a) for a in arrays], 50)
+    outs = repeat(step, [put(mesh, a) for a in arrays], int(times))
     for out, one in zip(outs, ids, strict=True):
         shards_equal(out, base.outputs(ids=one))
     return digest(outs)

@@ -1,6 +1,9 @@
 """What needs processes of its own: flags of XLA, several processes, errors, exit."""
 
+import re
+import shutil
 import signal
+import subprocess
 
 import gpu_launch
 import gpu_processes
@@ -15,6 +18,7 @@ import jax_ep
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 ON_GPU = GPU.platform == "gpu"
+SANITIZER = shutil.which("compute-sanitizer")
 
 _NO_COLLECTIVES = (
     "FUSION,CUBLAS,CUBLASLT,CUDNN,CONDITIONAL,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE"
@@ -155,15 +159,13 @@ STAGES = {"layout": "layout, ", "dispatch": "dispatch, ", "combine": "combine, "
 
 
 def check_message(text: str, phase: str, late: int) -> None:
-    for part in (
-        "jax_ep: rank ",
-        'axis "expert"',
-        f"after {gpu_launch.TIMEOUT_S:.1f} s waiting for rank {late}",
-        f"phase: {phase}",
-        "expected: ",
-        "seen: ",
-    ):
-        assert part in text, f"{part!r} is not in {text!r}"
+    """Who waited for whom, where, and what for."""
+    assert re.search(
+        r'jax_ep: rank \d+ of the \d+ ranks of axis "expert" gave up after '
+        rf"{gpu_launch.TIMEOUT_S:.0f}\.\d s waiting for rank {late}; phase: {phase}"
+        r".*; expected: \d+; seen: \d+",
+        text,
+    ), text
 
 
 def log_delay(process: gpu_processes.Process, launched: float) -> float:
@@ -223,3 +225,25 @@ def test_a_stopped_process():
             check_message(text, "layout, ", late=1)
     delay = log_delay(running, launched)
     assert gpu_launch.TIMEOUT_S <= delay <= gpu_launch.TIMEOUT_S + 1, delay
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not SANITIZER and ON_GPU, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer(tool):
+    """Two processes, since it runs the kernels of one process one after another."""
+    GPU.devices(2)
+    scenarios = ["base_layer:2", "two_dispatches:2"]
+    under = ("env",)  # where the tests are tested
+    if ON_GPU:
+        under = (SANITIZER, "--tool", tool, "--error-exitcode", "9")
+        usage = subprocess.run([SANITIZER, "--help"], capture_output=True, text=True)
+        if "--kernel-name" in usage.stdout:
+            under += ("--kernel-name", "kernel_substring=jax_ep")
+    processes = gpu_processes.start(scenarios, devices=1, processes=2, under=under)
+    assert set(gpu_processes.finish(processes, 350)) == set(scenarios)
+    if ON_GPU:
+        for process in processes:
+            lines = [line.text for line in (*process.out, *process.err)]
+            summary = [text for text in lines if "SUMMARY" in text]
+            assert summary and all(" 0 " in text for text in summary), process.log()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -32,11 +33,12 @@ class Line:
 class Process:
     """A running `gpu_launch.py`, its output read as it comes."""
 
-    def __init__(self, arguments: list[str], flags: str, env: dict[str, str]):
+    def __init__(self, command: list[str], flags: str, env: dict[str, str]):
         self.flags = flags
         self.popen = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments],
+            command,
             env=env,
+            start_new_session=True,  # ends together with what it started
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,7 +98,7 @@ class Process:
     def end(self) -> None:
         """Ends this process, if it still runs."""
         if self.popen.poll() is None:
-            self.popen.kill()
+            os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.wait()
         for reader in self._readers:
             reader.join(5)
@@ -111,9 +113,17 @@ class Process:
 
 
 def start(
-    scenarios: list[str], *, devices: int, flags: str = "", processes: int = 1
+    scenarios: list[str],
+    *,
+    devices: int,
+    flags: str = "",
+    processes: int = 1,
+    under: tuple[str, ...] = (),
 ) -> list[Process]:
-    """Processes of `devices` devices each, which run the scenarios together."""
+    """Processes of `devices` devices each, which run the scenarios together.
+
+    `under` is a command that runs the process.
+    """
     env = dict(os.environ)
     # Not the starter's own number of CPU devices.
     env["XLA_FLAGS"] = flags
@@ -128,7 +138,8 @@ def start(
     started = []
     for process in range(processes):
         arguments = [*together, "--process", str(process), *scenarios]
-        started.append(Process(arguments, flags, env))
+        command = [*under, sys.executable, str(SCRIPT), *arguments]
+        started.append(Process(command, flags, env))
     return started
 
 
