@@ -1,0 +1,65 @@
+"""Device time of a compiled chain, its memory, and its kernels from a trace."""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+WARM_UPS, REPEATS, SECONDS = 3, 5, 0.1  # runs before, and of which the median counts
+MAX_IN_FLIGHT = 25  # launches; jax < 0.12 bears no more than 32
+
+
+def measure(program, carry, constants, count: int):
+    """Seconds of one step: launches in flight, wall time over all steps of all of them.
+
+    Returns the carry, the median, and the spread of the repeats over it.
+    """
+    for _ in range(WARM_UPS):
+        carry = jax.block_until_ready(program(carry, *constants))
+    start = time.perf_counter()
+    carry = jax.block_until_ready(program(carry, *constants))
+    one = time.perf_counter() - start
+    launches = int(min(MAX_IN_FLIGHT, max(2, SECONDS / one)))
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(launches):
+            carry = program(carry, *constants)
+        jax.block_until_ready(carry)
+        times.append((time.perf_counter() - start) / (launches * count))
+    median = statistics.median(times)
+    return carry, median, (max(times) - min(times)) / median
+
+
+def peak_bytes(program) -> int:
+    """Of a device while the program runs: arguments, results, and what it needs."""
+    stats = program.memory_analysis()
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
+
+
+def kernel_times(bench, compiled) -> dict[str, float]:
+    """Median microseconds of each of our kernels in a round trip, from a trace."""
+    arrays = bench.arrays(compiled)
+    program = compiled["round trip", None]
+    rest = [arrays["x"], arrays["weights"]]
+    ids = jax.block_until_ready(program(arrays["ids"], *rest))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(program(ids, *rest))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    times: dict[str, list[float]] = {}
+    for plane in profile.planes:
+        if plane.name.startswith("/device:GPU"):
+            for line in plane.lines:
+                for event in line.events:
+                    if event.name.startswith("jax_ep_"):
+                        times.setdefault(event.name, []).append(event.duration_ns / 1e3)
+    return {name: statistics.median(each) for name, each in times.items()}
