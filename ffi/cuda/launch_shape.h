@@ -27,8 +27,9 @@ JAX_EP_HD constexpr int GridBlocks(int device_sms, int num_sms) {
   return static_cast<int>(Max(1, Min(wanted, device_sms)));
 }
 
-// Shared memory a block may have on sm_90 and sm_100 (227 KiB).
-constexpr int64_t kMaxSharedBytes = 227 * kKiB;
+// Dynamic shared memory a block may have on sm_90 and sm_100: 227 KiB, less what the
+// kernels declare statically (the call's state).
+constexpr int64_t kMaxSharedBytes = 226 * kKiB;
 
 // Routing entries (slot, rank or weight of one (token, k)) a warp fetches at once.
 constexpr int kBatchEntries = 256;
