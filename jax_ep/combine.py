@@ -92,7 +92,7 @@ def combine(
     leaves, weights, bias_leaves, handle = vary_alike(
         handle.axis_name, (leaves, weights, bias_leaves, handle)
     )
-    sums = _combine((config, wire_f32), leaves, weights, bias_leaves, handle)
+    sums = tuple(_combine((config, wire_f32), leaves, weights, bias_leaves, handle))
     tails = [leaf.shape[1:] for leaf in jax.tree.leaves(y)]
     sums = [total.reshape(-1, *tail) for total, tail in zip(sums, tails, strict=True)]
     out = jax.tree.unflatten(jax.tree.structure(y), sums)

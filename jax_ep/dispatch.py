@@ -103,7 +103,7 @@ def _dispatch_bwd(static, residuals, cotangents):
     handle, leaves, no_weights = residuals
     d_recv, d_recv_weights = cotangents
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
-    d_leaves = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
+    d_leaves: list[Any] = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
     rows = tuple(d_recv[i] for i in floats)
     if not floats and not no_weights:
         # The weights' cotangents need a call to travel in.

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,9 @@ class Handle:
     implementation: Implementation | None = dataclasses.field(metadata=_STATIC)
     num_sms: int | None = dataclasses.field(metadata=_STATIC)
     timeout_s: float = dataclasses.field(metadata=_STATIC)
+
+
+_ARRAYS = [f.name for f in dataclasses.fields(Handle) if f.metadata != _STATIC]
 
 
 def dispatch_layout(
@@ -181,7 +184,7 @@ def dispatch_layout(
     # Clamped before the cast, or 2**32 + 3 would become expert 3.
     clip = np.clip if isinstance(topk_idx, np.ndarray) else jnp.clip
     ids = jnp.asarray(clip(topk_idx, -1, num_experts)).astype(jnp.int32)
-    static = dict(
+    static: dict[str, Any] = dict(
         num_experts=num_experts,
         axis_name=axis.names,
         num_ranks=axis.num_ranks,
@@ -197,7 +200,8 @@ def dispatch_layout(
         axis, num_experts, alignment, rows, implementation, num_sms, float(timeout_s)
     )
     leaves = ffi.layout(config, vary_alike(axis.names, ids))
-    return checkpoint_name(Handle(*leaves, **static), "jax_ep_handle")
+    arrays = dict(zip(_ARRAYS, leaves, strict=True))
+    return checkpoint_name(Handle(**arrays, **static), "jax_ep_handle")
 
 
 def call_config(operation: str, handle: Handle) -> ffi.Config:

@@ -114,7 +114,7 @@ def _leaf_to_wire(operation: str, shown: str, leaf: jax.Array):
 
 
 def _moves_as_bits(dtype) -> bool:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype.itemsize > 8:
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.itemsize > 8:
         return False
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits == 8 * dtype.itemsize  # Not int4.

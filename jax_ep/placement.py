@@ -7,6 +7,7 @@ their gradients over replicas.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,10 @@ def rank_loads(loads, placement: Placement, *, num_ranks: int) -> np.ndarray:
 
 
 def place_topk(
-    topk_idx: jax.Array, placement: Placement, *, axis_name="expert"
+    topk_idx: jax.Array,
+    placement: Placement,
+    *,
+    axis_name: str | Sequence[str] = "expert",
 ) -> jax.Array:
     """Turns the router's expert ids into slots, each replica getting its equal share.
 
@@ -187,7 +191,7 @@ def place_params(
     params,
     placement: Placement,
     *,
-    axis_name="expert",
+    axis_name: str | Sequence[str] = "expert",
     implementation: Implementation | None = None,
 ):
     """Brings the experts' parameters to this rank's slots, replicas included.

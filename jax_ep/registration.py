@@ -1,5 +1,6 @@
 """Registers the compiled handlers with JAX, if the runtime can take them."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def check_runtime() -> None:
     """
     built, found = _ffi.api_version(), runtime_api_version()
     if built[0] != found[0] or built[1] > found[1]:
+        jaxlib = importlib.metadata.version("jaxlib")
         raise ImportError(
-            f"jax_ep was built for XLA FFI {built[0]}.{built[1]} and jaxlib "
-            f"{jax.lib.__version__} offers {found[0]}.{found[1]}: install a newer jax, "
-            "or build jax_ep against this jaxlib."
+            f"jax_ep was built for XLA FFI {built[0]}.{built[1]} and jaxlib {jaxlib} "
+            f"offers {found[0]}.{found[1]}: install a newer jax, or build jax_ep "
+            "against this jaxlib."
         )
 
 
