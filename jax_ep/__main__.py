@@ -1,0 +1,18 @@
+"""`python -m jax_ep`: see `jax_ep/tools/cli.py`."""
+
+import importlib.util
+import sys
+
+_MISSING = [
+    name for name in ("rich", "typer") if importlib.util.find_spec(name) is None
+]
+
+if _MISSING:
+    sys.exit(
+        f"jax_ep: the command line needs {' and '.join(_MISSING)}: "
+        "pip install 'jax_ep[tools]'."
+    )
+
+from jax_ep.tools.cli import main  # noqa: E402
+
+main()

@@ -1,0 +1,1 @@
+"""What `python -m jax_ep` runs; nothing else of the package imports it."""
