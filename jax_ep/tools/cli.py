@@ -12,8 +12,8 @@ from jax_ep.tools.report import report
 
 app = typer.Typer(
     name="jax_ep",
-    help="Expert parallelism for JAX: is this machine fit for it, what will it cost, how "
-    "fast is it, and what holds it back.",
+    help="Expert parallelism for JAX: is this machine fit for it, what will it cost, "
+    "how fast is it, and what holds it back.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
