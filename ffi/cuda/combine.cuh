@@ -2,7 +2,7 @@
 // the source adds the ranks' rows while others are still under way.
 //
 // A block is one channel: a loader warp brings rows of y to shared memory, a team of
-// warps adds them in registers, a sender warp sends the sums; a second loader brings
+// warps adds them in registers, two sender warps send the sums; a second loader brings
 // the sums that arrive, a second team adds those and writes the result. Sums for tokens
 // of this rank take the same way, through this rank's own range of the ring. A leaf's
 // row travels in pieces; a sum is a piece of a token's partial or final sum.
@@ -53,25 +53,27 @@ class Combine {
     const RingShape ring = MakeRing(kRanks, kSlotBytes, gridDim.x);
     const int channel = blockIdx.x;
     const Parts parts(shared);
+    const int senders =
+        static_cast<int>(gridDim.x) <= kMaxBlocksWithTwoSenders ? kSenderWarps : 1;
     InitStages<kShape.send_stages>(parts.send_full, parts.send_empty, 1, kTeamWarps);
-    InitStages<kShape.out_stages>(parts.out_full, parts.out_empty, kTeamWarps, 1);
+    InitStages<kShape.out_stages>(parts.out_full, parts.out_empty, kTeamWarps, senders);
     InitStages<kShape.recv_stages>(parts.recv_full, parts.recv_empty, 1, kTeamWarps);
     ptx::BarrierInitFence();
     __syncthreads();
     const int warp = threadIdx.x / 32;
     if (warp == 0) BeginCall(common, signature, /*ring_call=*/true, state);
-    if (channel >= ring.channels) {
+    if (channel >= ring.channels || (warp >= senders && warp < kSenderWarps)) {
       AwaitBegin();
-    } else if (warp == 0) {
-      SendSums(params, state, channel, ring, parts);
-    } else if (warp == 1) {
+    } else if (warp < kSenderWarps) {
+      SendSums(params, state, channel, ring, parts, warp, senders);
+    } else if (warp == kSenderWarps) {
       LoadRows(params, channel, ring, parts);
-    } else if (warp == 2) {
+    } else if (warp == kSenderWarps + 1) {
       LoadSums(params, state, channel, ring, parts);
-    } else if (warp < 3 + kTeamWarps) {
-      AddRows(params, parts, threadIdx.x - 32 * 3);
+    } else if (warp < kSenderWarps + 2 + kTeamWarps) {
+      AddRows(params, parts, threadIdx.x - 32 * (kSenderWarps + 2));
     } else {
-      WriteSums(params, parts, threadIdx.x - 32 * (3 + kTeamWarps));
+      WriteSums(params, parts, threadIdx.x - 32 * (kSenderWarps + 2 + kTeamWarps));
     }
     EndCall(
         common, state, [&](int part, int count) { Poison(params, part, count); },
@@ -220,8 +222,16 @@ class Combine {
                                                   const Parts& parts) {
     constexpr int kStages = kShape.send_stages;
     constexpr int kGathers = Config::kHasWeights + Config::kHasRowValues;
+    // Ranks in another order for each channel; see ring.cuh for the exception.
+    const int rotation = kShape.wire.num_pieces <= ring.slots
+                             ? (params.common.rank + channel) % kRanks
+                             : 0;
+    const auto source_of = [=](int pair) {
+      const int source = pair % kRanks + rotation;
+      return source < kRanks ? source : source - kRanks;
+    };
     const auto index = [=](int pair) -> int64_t {
-      return pair % kRanks * params.num_tokens + channel +
+      return source_of(pair) * params.num_tokens + channel +
              static_cast<int64_t>(pair / kRanks) * ring.channels;
     };
     const int32_t* const arrays[1] = {params.recv_slot};
@@ -244,7 +254,7 @@ class Combine {
       for (uint32_t pairs = __ballot_sync(kAllLanes, any); pairs != 0;
            pairs &= pairs - 1) {
         const int pair = __ffs(pairs) - 1;
-        const int source = (batches.FirstPair() + pair) % kRanks;
+        const int source = source_of(batches.FirstPair() + pair);
         int row = -1;
         float weight = 0, value = 0;
         if (Lane() < kTopk) {
@@ -383,39 +393,47 @@ class Combine {
     ArriveWarp(parts.out_full + stage);
   }
 
+  // Sends the sums whose rank is `sender_warp` modulo `senders`.
   __device__ static __forceinline__ void SendSums(const CombineParams& params,
                                                   CallState* state, int channel,
-                                                  RingShape ring, const Parts& parts) {
+                                                  RingShape ring, const Parts& parts,
+                                                  int sender_warp, int senders) {
     constexpr int kStages = kShape.out_stages;
     AwaitBegin();
     Sender<kRanks> sender(params.common, state, channel, ring, kSlotBytes,
-                          kPhaseCombineReuse, kPhaseCombineCredit);
+                          kPhaseCombineReuse, kPhaseCombineCredit, /*prompt=*/false);
     sender.Begin();
     for (uint32_t sums = 0;; ++sums) {
       const uint32_t stage = sums % kStages;
-      if (!__all_sync(kAllLanes, ptx::BarrierTestWait(parts.out_full + stage,
-                                                      sums / kStages & 1))) {
-        sender.Flush();  // there is time for it
+      // Where sums are many, publishing takes longer than one: only when none comes for
+      // a while (0.5 us).
+      const uint32_t patience = senders == 1 ? 0 : 1000;
+      const uint32_t start = ptx::Cycles();
+      bool ready = false, idle = false;
+      while (!ready && !idle) {
+        ready = __all_sync(kAllLanes, ptx::BarrierTestWait(parts.out_full + stage,
+                                                           sums / kStages & 1));
+        idle = __any_sync(kAllLanes, ptx::Cycles() - start >= patience);
       }
+      if (!ready) sender.Flush();
       AwaitFull<kStages>(parts.out_full, sums);
       const Output output = parts.outputs[stage];
       if (output.rank < 0) break;
+      if (output.rank % senders == sender_warp) {
 #pragma unroll
-      for (int i = 0; i < Sender<kRanks>::kPerLane; ++i) {
-        sender.Reserve(i, Lane() + 32 * i == output.rank);
-      }
-#pragma unroll
-      for (int i = 0; i < Sender<kRanks>::kPerLane; ++i) {
-        if (Lane() + 32 * i == output.rank) {
-          sender.Send(i, parts.out_stages + stage * kSlotBytes, output.bytes);
+        for (int i = 0; i < Sender<kRanks>::kPerLane; ++i) {
+          sender.Reserve(i, sender.Rank(i) == output.rank);
         }
+#pragma unroll
+        for (int i = 0; i < Sender<kRanks>::kPerLane; ++i) {
+          if (sender.Rank(i) == output.rank) {
+            sender.Send(i, parts.out_stages + stage * kSlotBytes, output.bytes);
+          }
+        }
+        sender.Commit();
+        ptx::BulkWaitRead<0>();
       }
-      sender.Commit();
-      // The stage of the sum kStages - 2 steps before has been read.
-      ptx::BulkWaitRead<kStages - 2>();
-      if (sums >= kStages - 2) {
-        ArriveWarp(parts.out_empty + (sums - (kStages - 2)) % kStages);
-      }
+      ArriveWarp(parts.out_empty + stage);
     }
     sender.Flush();
   }

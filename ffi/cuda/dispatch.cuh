@@ -290,7 +290,7 @@ class Dispatch {
     }
     InitBarriers(part.barriers, kStages);
     Sender<kRanks> sender(common, state, channel, ring, kSlotBytes, kPhaseDispatchReuse,
-                          kPhaseDispatchCredit);
+                          kPhaseDispatchCredit, /*prompt=*/true);
 
     uint32_t pairs = 0;  // of the batch, not yet begun
     int piece = 0;       // of the first of them, next to load
@@ -319,8 +319,8 @@ class Dispatch {
         int flags = piece << kFlagBits;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-          const int rank = Lane() + 32 * i;
-          if (rank != me && (mask >> rank & 1) != 0) flags |= 1 << i;
+          const int rank = sender.Rank(i);
+          if (rank >= 0 && rank != me && (mask >> rank & 1) != 0) flags |= 1 << i;
         }
         part.queue[stage * 32 + Lane()] = make_int2(row, flags);
         uint8_t* bytes = part.stages + stage * kSlotBytes;

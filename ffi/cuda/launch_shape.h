@@ -82,17 +82,10 @@ constexpr int kReceiverMetaBytes = 2 * kBatchEntries * 4;
 constexpr int kQueueBytes = 32 * 8;  // per stage
 constexpr int kMaxStages = 8;
 
-#ifndef JAX_EP_TUNE_DISPATCH_CHANNELS
-#define JAX_EP_TUNE_DISPATCH_CHANNELS 0
-#endif
-
 JAX_EP_HD constexpr DispatchShape MakeDispatchShape(const WireShape& wire) {
   DispatchShape shape{};
   shape.wire = wire;
-  shape.channels = JAX_EP_TUNE_DISPATCH_CHANNELS ? JAX_EP_TUNE_DISPATCH_CHANNELS
-                   : wire.slot_bytes > 8 * kKiB  ? 1
-                   : wire.slot_bytes > 4 * kKiB  ? 2
-                                                 : 4;
+  shape.channels = wire.slot_bytes > 8 * kKiB ? 1 : wire.slot_bytes > 4 * kKiB ? 2 : 4;
   const int64_t meta = kSenderMetaBytes + kReceiverMetaBytes;
   const int64_t budget = kMaxSharedBytes - kZeroBytes - 1024 - shape.channels * meta;
   const int64_t stage = wire.slot_bytes + kQueueBytes + 8;
@@ -121,12 +114,14 @@ JAX_EP_HD constexpr LaunchDims DispatchLaunch(int device_sms, int num_sms,
 // --- combine -----------------------------------------------------------------
 
 // One channel per block: a warp that loads rows of y, a team of warps that adds them,
-// and a warp that sends the sums; a warp that loads sums and a team that adds those.
-#ifndef JAX_EP_TUNE_TEAM
-#define JAX_EP_TUNE_TEAM 4
-#endif
-constexpr int kTeamWarps = JAX_EP_TUNE_TEAM;
-constexpr int kCombineWarps = 3 + 2 * kTeamWarps;
+// and up to two warps that send the sums, one to odd and one to even ranks; a warp that
+// loads sums and a team that adds those.
+constexpr int kTeamWarps = 4;
+constexpr int kSenderWarps = 2;
+// Up to this many blocks a block has more sums than one warp can send; with more
+// blocks, two would only publish more often.
+constexpr int kMaxBlocksWithTwoSenders = 48;
+constexpr int kCombineWarps = kSenderWarps + 2 + 2 * kTeamWarps;
 
 struct CombineLayout {
   CombineShape wire;
@@ -140,14 +135,11 @@ struct CombineLayout {
 constexpr int kCombineMetaBytes = (3 * 3 + 2 * 2) * kBatchEntries * 4;
 // Barriers and description of a stage.
 constexpr int kStageMetaBytes = 64 + 4 * kMaxTopk;
-#ifndef JAX_EP_TUNE_OUT_STAGES
-#define JAX_EP_TUNE_OUT_STAGES 2
-#endif
 
 JAX_EP_HD constexpr CombineLayout MakeCombineLayout(const CombineShape& wire) {
   CombineLayout shape{};
   shape.wire = wire;
-  shape.out_stages = JAX_EP_TUNE_OUT_STAGES;
+  shape.out_stages = 3;
   const int64_t in = AlignUp(wire.in_bytes, 128) + kStageMetaBytes;
   const int64_t out = wire.slot_bytes + kStageMetaBytes;
   const int64_t fixed = 1024 + kCombineMetaBytes + shape.out_stages * out;

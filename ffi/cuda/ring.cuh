@@ -7,14 +7,16 @@
 // word; so words only grow and no call inherits state, but for one rule: s touches
 // its range at d only when d has read all that s sent it in earlier calls (`done`).
 //
-// Lane l keeps the books of ranks l and l + 32.
+// Lane l keeps the books of the ranks with numbers l and l + 32 in an order that each
+// channel of each rank starts elsewhere, so that not all send to the same rank first.
 //
-// No waiting in circles: the senders of a channel walk (token, piece), or in combine
-// (token, rank, piece), in the same order on all ranks, and a receiver takes the pieces
-// of all ranks in an order that never puts a later (token, piece) before an earlier
-// one. So a sender waits for a receiver that is behind it, and that receiver for a
-// sender that is no further, provided that nobody waits while it holds back a word it
-// could publish.
+// No waiting in circles: a channel's tokens are sent and received in the same order on
+// all ranks, and within a token the pieces too: a receiver takes no piece before the
+// pieces of lower number of all ranks. A sender that waits for a slot waits for a
+// receiver that is behind it, and that one for a sender that is no further than it,
+// provided that nobody waits while it holds back a word it could publish. (A combine
+// sends a token's sums rank by rank. Then the receiver may be behind by pieces only if
+// a ring holds less than a row; in that case ranks come in one order everywhere.)
 
 #ifndef JAX_EP_FFI_CUDA_RING_CUH_
 #define JAX_EP_FFI_CUDA_RING_CUH_
@@ -39,11 +41,8 @@ constexpr int kMaxSlots = JAX_EP_TUNE_SLOTS;
 #define JAX_EP_TUNE_PUBLISH (64 * 1024)
 #endif
 constexpr int kBytesPerPublish = JAX_EP_TUNE_PUBLISH;
-// A step that took so many cycles (8 us) came to a sender with time for one.
-#ifndef JAX_EP_TUNE_SLOW_STEP
-#define JAX_EP_TUNE_SLOW_STEP 14000
-#endif
-constexpr uint32_t kSlowStepCycles = JAX_EP_TUNE_SLOW_STEP;
+// A step that took so many cycles (10 us) came to a sender with time for one.
+constexpr uint32_t kSlowStepCycles = 18000;
 
 // A signal word: the call's number above the count of pieces. 2^40 calls last for
 // years at any rate, and 2^24 pieces of a channel are more than memory holds.
@@ -91,9 +90,10 @@ class Sender {
  public:
   static constexpr int kPerLane = (kRanks + 31) / 32;
 
+  // `prompt` publishes after each slow step; it pays where a step sends to many ranks.
   __device__ __forceinline__ Sender(const CommonParams& common, CallState* state,
                                     int channel, RingShape ring, int slot_bytes,
-                                    Phase reuse, Phase credit)
+                                    Phase reuse, Phase credit, bool prompt)
       : common_(common),
         state_(state),
         channel_(channel),
@@ -101,18 +101,27 @@ class Sender {
         slot_bytes_(slot_bytes),
         reuse_(reuse),
         credit_(credit),
+        prompt_(prompt),
+        rotation_((common.rank + channel) % kRanks),
         last_step_(ptx::Cycles()) {}
+
+  // The rank with this lane's number i, or -1.
+  __device__ __forceinline__ int Rank(int i) const {
+    const int number = Lane() + 32 * i;
+    const int rank = rotation_ + number;
+    return number >= kRanks ? -1 : rank < kRanks ? rank : rank - kRanks;
+  }
 
   // Waits until all ranks have read what earlier calls sent them; all lanes, before the
   // first Reserve.
   __device__ __forceinline__ void Begin() {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int rank = Lane() + 32 * i;
+      const int rank = Rank(i);
       // Pairs with the release in FinishRingCall.
       AwaitAtLeast(&common_, state_, reuse_, rank, -1,
                    Word(common_.peers[common_.rank], kDoneOffset, rank),
-                   state_->number - 1, rank < kRanks);
+                   state_->number - 1, rank >= 0);
     }
     ptx::FenceGlobalForBulk();
   }
@@ -121,10 +130,10 @@ class Sender {
   // reserves all its slots, then sends: waiting publishes what was sent before.
   __device__ __forceinline__ void Reserve(int i, bool wanted) {
     if (!__any_sync(kAllLanes, wanted && Full(i))) return;
-    const int rank = Lane() + 32 * i;
+    const int rank = Rank(i);
     const uint64_t* tail =
         Word(common_.peers[common_.rank], kTailOffset, SignalIndex(channel_, rank));
-    if (rank < kRanks) {
+    if (rank >= 0) {
       // Pairs with the release in Receiver::Release: the slots have been read.
       consumed_[i] = CountIn(ptx::LoadAcquireSystem(tail), state_->number);
     }
@@ -143,10 +152,9 @@ class Sender {
   // Starts the copy of a piece to this lane's rank number i.
   __device__ __forceinline__ void Send(int i, const void* piece, uint32_t bytes) {
     if (!Failed(state_)) {
-      const int rank = Lane() + 32 * i;
       const int64_t slot =
           static_cast<int64_t>(channel_) * ring_.slots + sent_[i] % ring_.slots;
-      ptx::BulkStore(common_.peers[rank] + kRingOffset +
+      ptx::BulkStore(common_.peers[Rank(i)] + kRingOffset +
                          common_.rank * RingRangeBytes(kRanks) + slot * slot_bytes_,
                      piece, bytes);
     }
@@ -158,7 +166,7 @@ class Sender {
   __device__ __forceinline__ void Commit() {
     ptx::BulkCommit();
     const uint32_t now = ptx::Cycles();
-    const bool slow = now - last_step_ > kSlowStepCycles;
+    const bool slow = prompt_ && now - last_step_ > kSlowStepCycles;
     last_step_ = now;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -192,9 +200,9 @@ class Sender {
     published_[i] = count;
     if (Failed(state_)) return;
     // Pairs with the acquire in Receiver::Await and Poll. The pieces are written.
-    ptx::StoreReleaseSystem(Word(common_.peers[Lane() + 32 * i], kHeadOffset,
-                                 SignalIndex(channel_, common_.rank)),
-                            CountWord(state_->number, count));
+    ptx::StoreReleaseSystem(
+        Word(common_.peers[Rank(i)], kHeadOffset, SignalIndex(channel_, common_.rank)),
+        CountWord(state_->number, count));
   }
 
   const CommonParams& common_;
@@ -204,6 +212,8 @@ class Sender {
   int slot_bytes_;
   Phase reuse_;
   Phase credit_;
+  bool prompt_;
+  int rotation_;
   uint32_t last_step_;
   uint32_t latest_ = 0;  // bit i: this step sent to rank number i
   uint32_t sent_[kPerLane] = {};
