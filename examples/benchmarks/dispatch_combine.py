@@ -21,15 +21,14 @@ from pathlib import Path
 # Several processes share the GPUs, one after another.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import ceilings  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import rivals  # noqa: E402
-import tables  # noqa: E402
-import timing  # noqa: E402
-from exchanges import AXIS  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
-from setting import Bench, Setting  # noqa: E402
+
+from jax_ep.tools.benchmark import ceilings, tables, timing  # noqa: E402
+from jax_ep.tools.benchmark.exchanges import AXIS  # noqa: E402
+from jax_ep.tools.benchmark.setting import Bench, Setting  # noqa: E402
 
 FEW_SMS, ALL_SMS = 32, 1000  # `num_sms` of the sweep; more than there are is all
 
@@ -129,7 +128,7 @@ def main() -> None:
     num_sms = max(limits.egress_by_sms) if limits else 0
 
     flags = {"default": ""} if args.quick else rivals.RAGGED_FLAGS
-    benches = [Bench(setting, args, mesh) for setting in settings(args)]
+    benches = [Bench.of(setting, args, mesh) for setting in settings(args)]
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         # Nothing runs on the GPUs while we compile, so other processes may be timed.
         ragged = (

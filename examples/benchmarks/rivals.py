@@ -6,14 +6,15 @@ import subprocess
 import sys
 import time
 
-import exchanges
 import jax
 import jax.numpy as jnp
 import numpy as np
-import timing
-from exchanges import on_ranks
+import rival_programs
 from jax.sharding import Mesh
-from setting import Bench, Setting
+
+from jax_ep.tools.benchmark import timing
+from jax_ep.tools.benchmark.exchanges import on_ranks
+from jax_ep.tools.benchmark.setting import Bench, Setting
 
 # Flags of XLA for ragged_all_to_all; what a jaxlib does not know fails at its start.
 RAGGED_FLAGS = {
@@ -30,7 +31,7 @@ RIVAL_STEPS = 8
 def rival_record(bench: Bench, what: str, seconds, spread, program, egress) -> dict:
     """Of a rival, whose link bytes are not ours."""
     return dict(
-        routing=bench.setting.routing,
+        routing=bench.routing,
         tokens=bench.layer.tokens,
         capacity=bench.layer.capacity,
         what=what,
@@ -45,16 +46,16 @@ def lower_ring(bench: Bench) -> dict:
     """The all-gather and the reduce-scatter."""
     types, mesh = bench.types, bench.mesh
     count = RIVAL_STEPS
-    source = on_ranks(exchanges.ring_source, mesh).lower(types["handle"])
-    dispatch = exchanges.looped(exchanges.ring_dispatch, mesh, count)
-    combine = exchanges.looped(exchanges.ring_combine, mesh, count)
+    source = on_ranks(rival_programs.ring_source, mesh).lower(types["handle"])
+    dispatch = rival_programs.looped(rival_programs.ring_dispatch, mesh, count)
+    combine = rival_programs.looped(rival_programs.ring_combine, mesh, count)
     rows = types["row_weights"].update(dtype=jnp.int32)
     recv_slot = types["handle"].recv_slot
     return {
         "source": source,
         "dispatch": dispatch.lower((types["x"], types["y"]), rows),
         "combine": combine.lower((types["y"], types["x"]), recv_slot),
-        "ours": on_ranks(exchanges.both, mesh).lower(
+        "ours": on_ranks(rival_programs.both, mesh).lower(
             types["x"], types["handle"], types["y"]
         ),
     }
@@ -109,18 +110,18 @@ def run_ring(bench: Bench, compiled) -> list:
 
 def run_ragged(args, mesh: Mesh) -> list:
     """What ragged_all_to_all takes, in this process and under its flags."""
-    bench = Bench(Setting("uniform", args.tokens, "1.25", ()), args, mesh)
+    bench = Bench.of(Setting("uniform", args.tokens, "1.25", ()), args, mesh)
     types, layer = bench.types, bench.layer
     lowered = bench.lower()
     compiled = {name: lowered[name].compile() for name in ("arrays", "handle")}
-    make_plan = on_ranks(lambda ids: exchanges.ragged_plan(layer, ids), mesh)
+    make_plan = on_ranks(lambda ids: rival_programs.ragged_plan(layer, ids), mesh)
     plan = make_plan(jax.device_put(bench.ids.reshape(-1, layer.topk), bench.sharding))
     ours = lower_ring(bench)["ours"]
-    dispatch = exchanges.looped(
-        lambda *a: exchanges.ragged_dispatch(layer, *a), mesh, RIVAL_STEPS
+    dispatch = rival_programs.looped(
+        lambda *a: rival_programs.ragged_dispatch(layer, *a), mesh, RIVAL_STEPS
     )
-    combine = exchanges.looped(
-        lambda *a: exchanges.ragged_combine(layer, *a), mesh, RIVAL_STEPS
+    combine = rival_programs.looped(
+        lambda *a: rival_programs.ragged_combine(layer, *a), mesh, RIVAL_STEPS
     )
     constants = dict(
         dispatch=(plan["token"], plan["dispatch"]),

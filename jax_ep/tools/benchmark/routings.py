@@ -42,10 +42,10 @@ class Traffic:
 
 
 def traffic(ids: np.ndarray, experts: int) -> Traffic:
-    """Of `[R, T, K]` ids, none of them masked."""
+    """Of `[R, T, K]` ids; a negative one is masked, and moves nothing."""
     ranks = ids.shape[0]
-    owner = ids // (experts // ranks)
-    demand = np.bincount(owner.reshape(-1), minlength=ranks)
+    owner = np.where(ids < 0, -1, ids // (experts // ranks))
+    demand = np.bincount(owner[owner >= 0], minlength=ranks)
     pairs = np.stack(  # [source, destination]
         [np.any(owner == rank, axis=2).sum(axis=1) for rank in range(ranks)], axis=1
     )
@@ -99,3 +99,17 @@ def combine_bytes(
         int(moved.egress.max() * wire),
         int(memory.max()),
     )
+
+
+def copied_bytes(
+    name: str, moved: Traffic, tokens: int, capacity: int, row_bytes: int
+) -> int:
+    """Of CPU devices, all ranks together: rows read plus written, each of them once.
+
+    Dispatch reads tokens' rows and writes whole buffers, zeros too; combine reads the
+    rows that hold a token and writes tokens' rows. Their backwards the other way round.
+    """
+    ranks = len(moved.demand)
+    if name in ("dispatch", "combine backward"):
+        return ranks * (tokens + capacity) * row_bytes
+    return (int(moved.demand.sum()) + ranks * tokens) * row_bytes

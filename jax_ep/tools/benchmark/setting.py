@@ -2,16 +2,14 @@
 
 import dataclasses
 
-import ceilings
-import exchanges
 import jax
 import jax.numpy as jnp
 import numpy as np
-import routings
-import timing
-from exchanges import AXIS, STEPS, Layer, on_ranks
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jax_ep.tools.benchmark import ceilings, exchanges, routings, timing
+from jax_ep.tools.benchmark.exchanges import AXIS, STEPS, Layer, on_ranks
 
 FREE_SMS = 32  # that jax_ep leaves by default
 
@@ -30,31 +28,37 @@ class Setting:
 
 
 class Bench:
-    """A setting with its layer, programs and arrays."""
+    """A layer and its routing, with programs and arrays."""
 
-    def __init__(self, setting: Setting, args, mesh: Mesh):
-        self.setting, self.mesh = setting, mesh
-        ranks, tokens, topk = mesh.size, setting.tokens, args.topk
-        self.ids = routings.make_ids(setting.routing, ranks, tokens, topk, args.experts)
-        self.traffic = routings.traffic(self.ids, args.experts)
-        capacity = {
-            "1.25": int(1.25 * tokens * topk),
-            "dropless": ranks * tokens * topk,
-            "demand": int(self.traffic.demand.max()),
-        }[setting.capacity]
-        self.layer = Layer(tokens, args.hidden, topk, args.experts, capacity)
+    def __init__(
+        self,
+        layer: Layer,
+        ids: np.ndarray,
+        mesh: Mesh,
+        timed: tuple[tuple[str, int | None], ...],
+        *,
+        routing: str,
+        may_drop: bool = False,
+        steps: tuple[int, int] = (32, 16),
+    ):
+        """`ids` `[R, T, K]`; `steps` of a chain of short and of long exchanges."""
+        self.layer, self.ids, self.mesh = layer, ids, mesh
+        self.timed, self.routing = timed, routing
+        self.may_drop, self.steps = may_drop, steps
+        self.traffic = routings.traffic(ids, layer.experts)
         self.sharding = NamedSharding(mesh, P(AXIS))
+        rows = jnp.dtype(layer.dtype)
 
-        def of(rows, width, dtype):
-            shape = (ranks * rows, *width)
+        def of(count, width, dtype):
+            shape = (mesh.size * count, *width)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
         self.types = dict(
-            ids=of(tokens, (topk,), jnp.int32),
-            x=of(tokens, (args.hidden,), jnp.bfloat16),
-            y=of(capacity, (args.hidden,), jnp.bfloat16),
-            weights=of(tokens, (topk,), jnp.float32),
-            row_weights=of(capacity, (), jnp.float32),
+            ids=of(layer.tokens, (layer.topk,), jnp.int32),
+            x=of(layer.tokens, (layer.hidden,), rows),
+            y=of(layer.capacity, (layer.hidden,), rows),
+            weights=of(layer.tokens, (layer.topk,), jnp.float32),
+            row_weights=of(layer.capacity, (), jnp.float32),
         )
         self.make_handle = on_ranks(self.layer.layout, mesh)
         handle = jax.eval_shape(self.make_handle, self.types["ids"])
@@ -63,14 +67,28 @@ class Bench:
             handle,
         )
 
+    @classmethod
+    def of(cls, setting: Setting, args, mesh: Mesh) -> "Bench":
+        """A setting's, with the shapes of the command line."""
+        ranks, tokens, topk = mesh.size, setting.tokens, args.topk
+        ids = routings.make_ids(setting.routing, ranks, tokens, topk, args.experts)
+        demand = routings.traffic(ids, args.experts).demand
+        capacity = {
+            "1.25": int(1.25 * tokens * topk),
+            "dropless": ranks * tokens * topk,
+            "demand": int(demand.max()),
+        }[setting.capacity]
+        layer = Layer(tokens, args.hidden, topk, args.experts, capacity)
+        return cls(layer, ids, mesh, setting.timed, routing=setting.routing)
+
     def count(self, name: str) -> int:
         """Steps of a chain: more of the short ones."""
-        return 32 if name in ("layout", "round trip") else 16
+        return self.steps[name not in ("layout", "round trip")]
 
     def lower(self) -> dict:
         """Everything that is to be compiled, by name."""
         lowered = {}
-        for name, num_sms in self.setting.timed:
+        for name, num_sms in self.timed:
             layer = dataclasses.replace(self.layer, num_sms=num_sms)
             _, carry, constants = STEPS[name]
             run = exchanges.program(name, layer, self.mesh, self.count(name))
@@ -101,9 +119,18 @@ class Bench:
         ids = self.ids.reshape(-1, self.layer.topk)
         arrays["ids"] = jax.device_put(ids, self.sharding)
         arrays["handle"] = compiled["handle"](arrays["ids"])
-        dropped = np.asarray(arrays["handle"].num_dropped)
-        assert not dropped.any(), f"{self.setting}: rows are dropped"
+        slot = np.asarray(arrays["handle"].slot).reshape(self.ids.shape)
+        kept = np.where(slot >= 0, self.ids, -1)
+        dropped = int(np.asarray(arrays["handle"].num_dropped)[: self.mesh.size].sum())
+        if dropped and not self.may_drop:
+            raise RuntimeError(f"{self.what}: {dropped} rows are dropped.")
+        self.traffic = routings.traffic(kept, self.layer.experts)
         return arrays
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.routing}, T {self.layer.tokens}, C {self.layer.capacity}"
 
     def check(self, compiled, arrays) -> str:
         """Every result against the reference; what differs."""
@@ -115,7 +142,7 @@ class Bench:
 
     def bytes(self, name: str) -> routings.Bytes | None:
         """What the exchange must move; None for layouts and round trips."""
-        row = 2 * self.layer.hidden
+        row = jnp.dtype(self.layer.dtype).itemsize * self.layer.hidden
         extra = -(-4 * self.layer.topk // 16) * 16
         tokens, capacity = self.layer.tokens, self.layer.capacity
         if name in ("dispatch", "combine backward"):
@@ -126,22 +153,27 @@ class Bench:
             return routings.combine_bytes(self.traffic, tokens, row, extra)
         return None
 
+    def time(self, program, arrays, name: str) -> tuple[float, float]:
+        """Seconds of one exchange and their spread; `arrays` gets the last carry."""
+        _, carry, constants = STEPS[name]
+        rest = [arrays[each] for each in constants]
+        arrays[carry], seconds, spread = timing.measure(
+            program, arrays[carry], rest, self.count(name)
+        )
+        return seconds, spread
+
     def run(self, compiled, limits: ceilings.Ceilings | None, num_sms: int) -> list:
         """Checks and times everything; a record for each."""
         arrays = self.arrays(compiled)
         if wrong := self.check(compiled, arrays):
-            return [dict(what=str(self.setting), failed=wrong)]
+            return [dict(what=self.what, failed=wrong)]
         records = []
-        for name, sms in self.setting.timed:
-            _, carry, constants = STEPS[name]
+        for name, sms in self.timed:
             program = compiled[name, sms]
-            rest = [arrays[each] for each in constants]
-            arrays[carry], seconds, spread = timing.measure(
-                program, arrays[carry], rest, self.count(name)
-            )
+            seconds, spread = self.time(program, arrays, name)
             records.append(
                 dict(
-                    routing=self.setting.routing,
+                    routing=self.routing,
                     tokens=self.layer.tokens,
                     capacity=self.layer.capacity,
                     what=name,

@@ -2,16 +2,13 @@
 
 A step takes a carry and gives the next one. The carry's first element is set to a
 number that depends on the result, by a kernel of one thread, so that no two exchanges
-overlap and XLA can neither merge nor drop one. A program runs a step so many times:
-unrolled for jax_ep, which XLA captures in a CUDA graph; as a loop for programs of XLA's
-own operations, whose whole result is part of the loop's state, or XLA would compute no
-more of it than one element.
+overlap and XLA can neither merge nor drop one. A program holds so many steps, unrolled,
+which XLA captures in a CUDA graph.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +23,14 @@ AXIS = "expert"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What an exchange is compiled for."""
+    """What an exchange is compiled for.
+
+    Attributes:
+      tokens, hidden, topk, experts, capacity: T, H, K, E, C.
+      num_sms: of the kernels, None for their default.
+      expert_alignment: A.
+      dtype: of the rows.
+    """
 
     tokens: int
     hidden: int
@@ -34,6 +38,8 @@ class Layer:
     experts: int
     capacity: int
     num_sms: int | None = None
+    expert_alignment: int = 1
+    dtype: str = "bfloat16"
 
     def layout(self, ids, implementation="ffi") -> jax_ep.Handle:
         """The handle of `[T, K]` ids."""
@@ -41,6 +47,7 @@ class Layer:
             ids,
             num_experts=self.experts,
             capacity=self.capacity,
+            expert_alignment=self.expert_alignment,
             num_sms=self.num_sms,
             implementation=implementation,
         )
@@ -70,22 +77,6 @@ def unrolled(step: Callable, mesh: Mesh, count: int):
         return carry
 
     return on_ranks(chain, mesh, donate_argnums=0)
-
-
-def looped(exchange: Callable, mesh: Mesh, count: int):
-    """`((carry, result), *constants) -> (carry, result)`; both are donated."""
-
-    def chain(state, *constants):
-        def body(_, state):
-            result = exchange(state[0], *constants)
-            return after(state[0], result), result
-
-        return lax.fori_loop(0, count, body, state)
-
-    return on_ranks(chain, mesh, donate_argnums=0)
-
-
-# --- jax_ep: steps -----------------------------------------------------------------
 
 
 def layout_step(layer: Layer, ids):
@@ -164,78 +155,3 @@ def differing(layer: Layer, ids, x, y, weights, row_weights):
 
     pairs = zip(everything("ffi"), everything("xla"), strict=True)
     return jnp.stack([count(*pair) for pair in pairs])[None]
-
-
-# --- what JAX users have: all ranks' rows, or ragged updates ------------------------
-
-
-def both(x, handle, y):
-    """What a rival's dispatch and combine must give, in a chain's later steps."""
-    recv, _ = jax_ep.dispatch(after(x, x), handle)
-    return recv, jax_ep.combine(after(y, y), handle)
-
-
-def ring_dispatch(x, source):
-    """All ranks' rows to all, then this rank's; `source [C]` counts over all slots."""
-    rows = lax.all_gather(x, AXIS, tiled=True)
-    return jnp.where(source[:, None] >= 0, rows[jnp.maximum(source, 0)], 0)
-
-
-def ring_combine(y, recv_slot):
-    """Every rank's share of every token's sum, added by a reduce-scatter."""
-    slots = recv_slot.reshape(-1, recv_slot.shape[-1])  # [R*T, K]
-    total = jnp.zeros((slots.shape[0], y.shape[1]), jnp.float32)
-    for k in range(slots.shape[1]):
-        row = slots[:, k]
-        rows = y[jnp.maximum(row, 0)].astype(jnp.float32)
-        total = total + jnp.where(row[:, None] >= 0, rows, 0)
-    return lax.psum_scatter(total.astype(y.dtype), AXIS, tiled=True)
-
-
-def ring_source(handle: jax_ep.Handle):
-    """`[C]`: of which of the `[R*T]` tokens each row is; -1 on padding."""
-    slots = handle.recv_slot.reshape(-1)
-    row = jnp.where(slots < 0, handle.capacity, slots)
-    token = jnp.arange(row.size, dtype=jnp.int32) // handle.num_topk
-    source = jnp.full(handle.capacity, -1, jnp.int32)
-    return source.at[row].set(token, mode="drop")
-
-
-def ragged_plan(layer: Layer, ids) -> dict[str, Any]:
-    """Offsets and sizes of one update per (peer, expert), both ways. Drops nothing."""
-    ranks = lax.axis_size(AXIS)
-    local = layer.experts // ranks
-    me = lax.axis_index(AXIS)
-    flat = ids.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    counts = jnp.zeros(layer.experts, jnp.int32).at[flat].add(1)
-    counts = lax.all_gather(counts, AXIS)  # [source, E]
-    total = counts.sum(0, dtype=jnp.int32).reshape(ranks, local)
-    first = (jnp.cumsum(total, 1, dtype=jnp.int32) - total).reshape(-1)  # [E]
-    before = jnp.cumsum(counts, 0, dtype=jnp.int32) - counts
-    at_expert = first + before  # [source, E]: first row in the owner's buffer
-    at_source = jnp.cumsum(counts, 1, dtype=jnp.int32) - counts
-
-    def of_me(table):  # [source * L]: of my experts, by source
-        return lax.dynamic_slice_in_dim(table, me * local, local, 1).reshape(-1)
-
-    return dict(
-        token=order // layer.topk,
-        place=jnp.zeros_like(order).at[order].set(jnp.arange(order.size)),
-        dispatch=(at_source[me], counts[me], at_expert[me], of_me(counts)),
-        combine=(of_me(at_expert), of_me(counts), of_me(at_source), counts[me]),
-    )
-
-
-def ragged_dispatch(layer: Layer, x, token, offsets):
-    """Sorts the tokens' rows by expert and sends each expert's to its place."""
-    rows = jnp.zeros((layer.capacity, x.shape[1]), x.dtype)
-    return lax.ragged_all_to_all(x[token], rows, *offsets, axis_name=AXIS)
-
-
-def ragged_combine(layer: Layer, y, place, offsets):
-    """The same way back, and the sum of each token's rows."""
-    rows = jnp.zeros((layer.tokens * layer.topk, y.shape[1]), y.dtype)
-    rows = lax.ragged_all_to_all(y, rows, *offsets, axis_name=AXIS)
-    rows = rows[place.reshape(layer.tokens, layer.topk)]
-    return rows.astype(jnp.float32).sum(1).astype(y.dtype)

@@ -18,6 +18,7 @@ COLUMNS = (
 
 
 def row(record: dict, columns=COLUMNS) -> str:
+    """A line of the table."""
     cells = []
     for name, width, form in columns:
         value = record.get(name)
@@ -27,6 +28,7 @@ def row(record: dict, columns=COLUMNS) -> str:
 
 
 def header(columns=COLUMNS) -> str:
+    """Its first line."""
     titles = [
         name.removesuffix("_bytes") + (" B" if name.endswith("_bytes") else "")
         for name, _, _ in columns
@@ -38,6 +40,7 @@ def header(columns=COLUMNS) -> str:
 
 
 def print_records(records: list) -> None:
+    """A line for each, also where it failed."""
     for record in records:
         if "failed" in record:
             print(f"{record['what']}: failed: {record['failed']}", flush=True)

@@ -1,0 +1,1 @@
+"""What is measured, and how: ids, programs, device time, and the machine's ceilings."""
