@@ -66,11 +66,15 @@ class Exchange:
       stage: "layout", "dispatch", "combine", "dispatch backward", "combine backward".
       seconds: of one call, device time, of the slowest rank; without stamps.
       spread: largest minus smallest sample, over the median.
-      egress_bytes, ingress_bytes: over the busiest rank's link; None for a layout.
-      memory_bytes: read plus written in the busiest rank's memory.
+      egress_bytes, ingress_bytes: over the busiest rank's link; None for a layout, and
+        for CPU devices, which have none.
+      memory_bytes: read plus written in the busiest rank's memory; of CPU devices, of
+        all of them. None for a layout.
       floor_seconds: of the slowest of these at the ceilings.
-      logical_bytes: K rows a token, those that stay on the rank too: what DeepEP's
-        published "logical bandwidth" divides by the time.
+      logical_bytes: a row for each (token, rank) pair that the busiest rank receives
+        (in combine: sends back), those that stay on the rank too: what DeepEP's
+        published "logical bandwidth" divides by the time (tests/elastic/test_ep.py,
+        num_scaleup_bytes). None for a layout.
       phases: of the profiling build, per rank: seconds of "issue" (until the last send
         is issued), "drain" (until the last row has arrived) and "epilogue" (until the
         last row is in its place); on CPU devices "wait" (for the last rank), "copy".
@@ -95,7 +99,7 @@ class Load:
 
     Attributes:
       expert_rows: `[steps, E]`, rows wanted per expert, over all source ranks.
-      rank_rows: `[steps, R]`, rows at each rank.
+      rank_rows: `[steps, R]`, rows with a token that each rank got.
       rank_seconds: `[steps, R]`, time of each rank's experts on its own rows, without
         waiting for others.
       dropped_rows: `[steps, R]`.

@@ -34,11 +34,13 @@ class Traffic:
       egress: (token, other rank) pairs out of each rank: a token's row goes to each of
         its ranks once.
       ingress: the same by destination.
+      local: (token, rank) pairs that stay on the token's rank.
     """
 
     demand: np.ndarray
     egress: np.ndarray
     ingress: np.ndarray
+    local: np.ndarray
 
 
 def traffic(ids: np.ndarray, experts: int) -> Traffic:
@@ -49,8 +51,9 @@ def traffic(ids: np.ndarray, experts: int) -> Traffic:
     pairs = np.stack(  # [source, destination]
         [np.any(owner == rank, axis=2).sum(axis=1) for rank in range(ranks)], axis=1
     )
+    local = np.diagonal(pairs).copy()
     np.fill_diagonal(pairs, 0)
-    return Traffic(demand, pairs.sum(1), pairs.sum(0))
+    return Traffic(demand, pairs.sum(1), pairs.sum(0), local)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,16 @@ def combine_bytes(
         int(moved.egress.max() * wire),
         int(memory.max()),
     )
+
+
+def logical_bytes(moved: Traffic, row_bytes: int) -> int:
+    """What DeepEP's published "logical bandwidth" divides by the time.
+
+    A row for each (token, rank) pair that the busiest rank receives in dispatch, and
+    sends back in combine, its own tokens' too (tests/elastic/test_ep.py of DeepEP,
+    `num_scaleup_bytes`).
+    """
+    return int((moved.ingress + moved.local).max()) * row_bytes
 
 
 def copied_bytes(
