@@ -39,6 +39,7 @@ struct Config {
   int64_t capacity = 0;
   int64_t num_sms = 0;
   double timeout_s = 0;
+  bool stamps = false;  // whether the tools want to know when phases began and ended
   bool has_weights = false;
   bool has_row_values = false;
   bool has_bias = false;
@@ -81,6 +82,7 @@ inline Status ReadCommon(Attributes& attrs, Config& config) {
   config.capacity = attrs.Get<int64_t>("capacity");
   config.num_sms = attrs.Get<int64_t>("num_sms");
   config.timeout_s = attrs.Get<double>("timeout_s");
+  config.stamps = attrs.Get<bool>("stamps");
   if (!attrs.status().ok()) return attrs.status();
 
   if (abi_version != kAbiVersion) {

@@ -2,13 +2,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "ffi/host/handlers.h"
+#include "ffi/host/stamps.h"
 #include "ffi/registration.h"
+#include "ffi/stamps.h"
 #if JAX_EP_HAS_CUDA
 #include "ffi/cuda/handlers.h"
 #endif
@@ -61,6 +65,20 @@ std::string CheckError() {
 #endif
 }
 
+nb::list TakeStamps() {
+  std::vector<StampRecord> records = host::TakeStamps();
+#if JAX_EP_HAS_CUDA
+  if (std::string error = cuda::TakeStamps(&records); !error.empty()) {
+    throw std::runtime_error(error);
+  }
+#endif
+  nb::list list;
+  for (const StampRecord& r : records) {
+    list.append(nb::make_tuple(r.stage, r.rank, r.device, r.names, r.times));
+  }
+  return list;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -76,6 +94,9 @@ NB_MODULE(_ffi, m) {
       "The (major, minor) XLA FFI version of the headers this was built with.");
   m.def("check_error", &CheckError,
         "The first failure of a CUDA exchange in this process, or the empty string.");
+  m.def("take_stamps", &TakeStamps,
+        "Of the stamped calls since the last time: stage, rank, device, names of the "
+        "phases, and their times, flat, in ns.");
   m.attr("abi_version") = kAbiVersion;
   m.attr("has_cuda") = bool(JAX_EP_HAS_CUDA);
   m.attr("poisons_outputs") = bool(JAX_EP_POISON_OUTPUTS);

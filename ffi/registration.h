@@ -8,7 +8,7 @@ namespace jax_ep {
 // Changed when operands, results or attributes of a custom call change meaning. Python
 // puts the number of the module it finds into every call, so a program from a cache or
 // an export that was made for another version is refused with a message.
-inline constexpr int kAbiVersion = 1;
+inline constexpr int kAbiVersion = 2;
 
 struct Registration {
   const char* target;  // jax_ep_dispatch

@@ -40,6 +40,7 @@ class Config:
     implementation: str | None
     num_sms: int | None
     timeout_s: float
+    stamps: bool
 
     @property
     def num_local_experts(self) -> int:
@@ -58,11 +59,12 @@ class Config:
             capacity=np.int64(self.capacity),
             num_sms=np.int64(self.num_sms or 0),
             timeout_s=np.float64(self.timeout_s),
+            stamps=np.bool_(self.stamps),
         )
 
 
 def layout(config: Config, topk_idx: jax.Array) -> list[jax.Array]:
-    """The array fields of a `Handle`, in its order, from clamped ids `[T, K]`."""
+    """The array fields of a `Handle`, in its order, from int32 ids `[T, K]`."""
     return _bind(_layout_p, _layout_types, topk_idx, config=config)
 
 

@@ -51,6 +51,11 @@ def layout_kernel() -> Kernel:
     return Kernel("layout")
 
 
+def with_stamps(kernel: Kernel) -> Kernel:
+    """The kernel that notes when its phases began and ended."""
+    return dataclasses.replace(kernel, macros=(*kernel.macros, ("STAMPS", "1")))
+
+
 def dispatch_kernel(
     *, num_ranks: int, num_topk: int, leaf_bytes: Sequence[int], has_weights: bool
 ) -> Kernel:
@@ -99,7 +104,8 @@ def attributes(
 
     Args:
       target: "jax_ep_layout", "jax_ep_dispatch" or "jax_ep_combine".
-      params: the call's attributes so far; `num_ranks` and the flags are read.
+      params: the call's attributes so far; `num_ranks`, `stamps` and
+        the flags are read.
       operands: its operands without the leading `rank`, or their types; only shape and
         dtype are read.
 
@@ -121,6 +127,8 @@ def attributes(
         kernel, found = _dispatch_call(params, operands)
     else:
         kernel, found = _combine_call(params, operands)
+    if params["stamps"]:
+        kernel = with_stamps(kernel)
     archs = architectures()
     found["cubin_archs"] = ",".join(archs)
     for arch in archs:

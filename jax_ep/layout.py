@@ -54,6 +54,7 @@ class Handle:
       implementation: None, "ffi" or "xla", see `dispatch_layout`.
       num_sms: SMs a CUDA kernel may use, None for the default.
       timeout_s: seconds after which a wait for another rank becomes an error.
+      stamps: whether calls note when their phases began and ended, see `stamps.py`.
     """
 
     slot: jax.Array
@@ -75,11 +76,13 @@ class Handle:
     implementation: Implementation | None = dataclasses.field(metadata=_STATIC)
     num_sms: int | None = dataclasses.field(metadata=_STATIC)
     timeout_s: float = dataclasses.field(metadata=_STATIC)
+    stamps: bool = dataclasses.field(metadata=_STATIC)
 
 
 _ARRAYS = [f.name for f in dataclasses.fields(Handle) if f.metadata != _STATIC]
 
 
+@jax.named_scope("jax_ep.layout")
 def dispatch_layout(
     topk_idx: jax.Array,
     *,
@@ -90,6 +93,7 @@ def dispatch_layout(
     implementation: Implementation | None = None,
     num_sms: int | None = None,
     timeout_s: float = 100.0,
+    stamps: bool = False,
 ) -> Handle:
     """Exchanges the expert ids and derives the row of every (token, k) slot.
 
@@ -124,6 +128,8 @@ def dispatch_layout(
       num_sms: most SMs a CUDA kernel may use. None leaves at least 32 of them free.
       timeout_s: seconds after which waiting for another rank becomes an error that
         names it.
+      stamps: for tools that measure: this call, and those with its handle, note when
+        their phases began and ended, see `jax_ep.stamps`. Results are the same.
 
     Returns:
       A `Handle`; its fields give the shapes. Integers only, so there is no derivative.
@@ -181,9 +187,12 @@ def dispatch_layout(
         )
     rows = _capacity(op, capacity, dropless, alignment)
 
-    # Clamped before the cast, or 2**32 + 3 would become expert 3.
-    clip = np.clip if isinstance(topk_idx, np.ndarray) else jnp.clip
-    ids = jnp.asarray(clip(topk_idx, -1, num_experts)).astype(jnp.int32)
+    ids = topk_idx
+    if ids.dtype != jnp.int32:
+        # Clamped before the cast, or 2**32 + 3 would become expert 3.
+        clip = np.clip if isinstance(ids, np.ndarray) else jnp.clip
+        ids = clip(ids, -1, num_experts)
+    ids = jnp.asarray(ids).astype(jnp.int32)
     static: dict[str, Any] = dict(
         num_experts=num_experts,
         axis_name=axis.names,
@@ -195,9 +204,17 @@ def dispatch_layout(
         implementation=implementation,
         num_sms=num_sms,
         timeout_s=float(timeout_s),
+        stamps=bool(stamps),
     )
     config = ffi.Config(
-        axis, num_experts, alignment, rows, implementation, num_sms, float(timeout_s)
+        axis,
+        num_experts,
+        alignment,
+        rows,
+        implementation,
+        num_sms,
+        float(timeout_s),
+        bool(stamps),
     )
     leaves = ffi.layout(config, vary_alike(axis.names, ids))
     arrays = dict(zip(_ARRAYS, leaves, strict=True))
@@ -239,6 +256,7 @@ def call_config(operation: str, handle: Handle) -> ffi.Config:
         handle.implementation,
         handle.num_sms,
         handle.timeout_s,
+        handle.stamps,
     )
 
 

@@ -136,7 +136,9 @@ ROUTING = [of((64, 6)), of((64, 6)), of((2, 64, 6))]  # slot, slot_rank, recv_sl
 
 
 def test_layout_attributes():
-    found = kernels.attributes("jax_ep_layout", dict(num_ranks=2), [of((64, 6))])
+    found = kernels.attributes(
+        "jax_ep_layout", dict(num_ranks=2, stamps=False), [of((64, 6))]
+    )
     assert found["cubin_archs"] == "sm_90a,sm_100a"
     for arch in kernels.DEFAULT_ARCHITECTURES:
         image = found[f"cubin_{arch}"]
@@ -148,7 +150,7 @@ def test_layout_attributes():
 def test_dispatch_attributes():
     operands = [*ROUTING, of((4,)), of((4,)), of((64, 6), jnp.float32)]
     operands += [of((64, 96), jnp.bfloat16), of((64, 3), jnp.uint8)]
-    params = dict(num_ranks=2, has_weights=True)
+    params = dict(num_ranks=2, stamps=False, has_weights=True)
     found = kernels.attributes("jax_ep_dispatch", params, operands)
     assert found["num_topk"] == 6 and found["num_topk"].dtype == np.int64
     np.testing.assert_array_equal(found["leaf_bytes"], np.array([192, 3], np.int64))
@@ -161,6 +163,7 @@ def test_combine_attributes():
     operands = [*ROUTING, of((128,), jnp.float32), *leaves, *bias]
     params = dict(
         num_ranks=2,
+        stamps=False,
         has_weights=False,
         has_row_values=True,
         has_bias=True,
@@ -175,7 +178,7 @@ def test_combine_attributes():
 
 
 def test_tokens_and_capacity_compile_nothing(cache):
-    params = dict(num_ranks=2, has_weights=False)
+    params = dict(num_ranks=2, stamps=False, has_weights=False)
 
     def attributes(num_tokens):
         operands = [of((num_tokens, 6)), of((num_tokens, 6)), of((2, num_tokens, 6))]
@@ -190,7 +193,7 @@ def test_tokens_and_capacity_compile_nothing(cache):
 def test_too_many_leaves():
     leaves = [of((64, 96), jnp.bfloat16)] * (kernels.MAX_LEAVES + 1)
     operands = [*ROUTING, of((4,)), of((4,)), *leaves]
-    params = dict(num_ranks=2, has_weights=False)
+    params = dict(num_ranks=2, stamps=False, has_weights=False)
     with pytest.raises(ValueError, match="jax_ep.dispatch: .* at most 16 leaves.* 17"):
         kernels.attributes("jax_ep_dispatch", params, operands)
 

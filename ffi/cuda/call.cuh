@@ -17,6 +17,11 @@ namespace jax_ep::cuda {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
+// Set in the build that the tools measure with.
+#ifndef JAX_EP_STAMPS
+#define JAX_EP_STAMPS 0
+#endif
+
 constexpr int kBeginBarrier = 1;  // 0 is __syncthreads
 
 __device__ __forceinline__ int Lane() { return threadIdx.x & 31; }
@@ -28,6 +33,10 @@ struct CallState {
   uint32_t entered;  // 0 if another call was running here
   uint32_t last;     // 1 in the block that leaves last
   uint32_t aborted;  // whether any rank had given up when this block was done
+#if JAX_EP_STAMPS
+  unsigned long long stamps[kNumStamps];
+  int stage;
+#endif
 };
 
 __device__ __forceinline__ Control* ControlOf(const CommonParams& common, int rank) {
@@ -36,6 +45,14 @@ __device__ __forceinline__ Control* ControlOf(const CommonParams& common, int ra
 
 __device__ __forceinline__ bool Failed(const CallState* state) {
   return *static_cast<const volatile uint32_t*>(&state->failed) != 0;
+}
+
+// Notes the time of a phase, if this is the block's last to reach it; one lane of a
+// warp.
+__device__ __forceinline__ void NoteStamp(CallState* state, Stamp stamp) {
+#if JAX_EP_STAMPS
+  atomicMax(&state->stamps[stamp], ptx::Nanoseconds());
+#endif
 }
 
 __device__ __forceinline__ uint64_t* Word(uint8_t* workspace, int64_t offset,
@@ -172,6 +189,12 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
                                           uint64_t signature, bool ring_call,
                                           CallState* state) {
   Control* control = ControlOf(common, common.rank);
+#if JAX_EP_STAMPS
+  if (Lane() < kNumStamps) {
+    state->stamps[Lane()] = Lane() == kStampBegan ? ptx::Nanoseconds() : 0;
+  }
+  state->stage = static_cast<int>(signature & 3) - 1;
+#endif
   // One word per lane, so that their latencies overlap.
   uint64_t word = 0;
   if (Lane() == 0) {
@@ -223,6 +246,15 @@ __device__ __forceinline__ void EndCall(const CommonParams& common, CallState* s
                                         Poison poison, Finish finish) {
   Control* control = ControlOf(common, common.rank);
   __syncthreads();
+#if JAX_EP_STAMPS
+  if (threadIdx.x < kNumStamps) {
+    const uint64_t stamp =
+        threadIdx.x == kStampLastRow ? ptx::Nanoseconds() : state->stamps[threadIdx.x];
+    *Word(common.peers[common.rank], kStampsOffset,
+          (state->stage * kMaxStampedBlocks + blockIdx.x) * kMaxStamps + threadIdx.x) =
+        stamp;
+  }
+#endif
   if (Failed(state)) {
     poison(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     __syncthreads();

@@ -435,6 +435,7 @@ class Combine {
       }
       ArriveWarp(parts.out_empty + stage);
     }
+    if (Lane() == 0) NoteStamp(state, kStampLastSend);
     sender.Flush();
   }
 
@@ -593,6 +594,7 @@ class Combine {
         });
       }
     }
+    if (Lane() == 0) NoteStamp(state, kStampLastArrival);
     open(-1, 0, 0, -1, 0, -1);
     if (Lane() == 0) ptx::BarrierArrive(parts.recv_full + loaded % kStages);
   }

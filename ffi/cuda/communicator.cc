@@ -65,6 +65,11 @@ struct Slots {
   }
 };
 
+Slots& AllSlots() {
+  static Slots& slots = *new Slots;  // lives until exit
+  return slots;
+}
+
 std::string ReadDevice(const Driver& driver, Workspace* workspace) {
   const std::pair<int*, int> wanted[] = {
       {&workspace->num_sms, kAttributeNumSms},
@@ -213,6 +218,35 @@ std::string Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
   return error;
 }
 
+constexpr const char* kStampNames[kNumStamps] = {"began", "last_send", "last_arrival",
+                                                 "planned", "last_row"};
+constexpr const char* kStampedStages[kNumStampedStages] = {"layout", "dispatch",
+                                                           "combine"};
+
+// The stages that left stamps, with the blocks that took part.
+void AppendStamps(const std::vector<int64_t>& words, const Workspace& workspace,
+                  std::vector<StampRecord>* records) {
+  for (int stage = 0; stage < kNumStampedStages; ++stage) {
+    const int64_t* begin = words.data() + stage * kMaxStampedBlocks * kMaxStamps;
+    StampRecord record;
+    record.stage = kStampedStages[stage];
+    record.rank = workspace.rank;
+    record.device = workspace.device;
+    std::vector<int> events;
+    for (int event = 0; event < kNumStamps; ++event) {
+      if (event == kStampPlanned && stage != 0) continue;
+      events.push_back(event);
+      record.names.push_back(kStampNames[event]);
+    }
+    for (int block = 0; block < kMaxStampedBlocks; ++block) {
+      const int64_t* stamps = begin + block * kMaxStamps;
+      if (stamps[kStampBegan] == 0) continue;
+      for (int event : events) record.times.push_back(stamps[event]);
+    }
+    if (!record.times.empty()) records->push_back(std::move(record));
+  }
+}
+
 }  // namespace
 
 bool IsMapped(const Driver& driver, const Workspace& workspace) {
@@ -226,7 +260,7 @@ bool IsMapped(const Driver& driver, const Workspace& workspace) {
 
 std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
                             const std::string& axis, const Workspace** workspace) {
-  static Slots& slots = *new Slots;  // lives until exit
+  Slots& slots = AllSlots();
   const Driver& driver = Driver::Get();
   if (!driver.error.empty()) return driver.error;
   CUcontext context = nullptr;
@@ -266,6 +300,31 @@ std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
   made->is_checkable = IsMapped(driver, *made);
   slot.generations.push_back(std::move(made));
   *workspace = slot.generations.back().get();
+  return "";
+}
+
+std::string CopyStamps(std::vector<StampRecord>* records) {
+  const Driver& driver = Driver::Get();
+  Slots& slots = AllSlots();
+  std::lock_guard<std::mutex> lock(slots.mutex);
+  for (auto& [key, slot] : slots.slots) {
+    std::lock_guard<std::mutex> slot_lock(slot.mutex);
+    if (slot.generations.empty()) continue;
+    const Workspace& workspace = *slot.generations.back();
+    if (!IsMapped(driver, workspace)) continue;
+    ScopedContext current(driver, workspace.context);
+    Stream stream(driver);
+    if (stream.result != 0) return driver.Describe("cuStreamCreate", stream.result);
+    const CUdeviceptr from = workspace.peers[workspace.rank] + kStampsOffset;
+    std::vector<int64_t> words(kStampsBytes / sizeof(int64_t));
+    CUresult result =
+        driver.cuMemcpyDtoHAsync(words.data(), from, kStampsBytes, stream.stream);
+    if (result == 0)
+      result = driver.cuMemsetD8Async(from, 0, kStampsBytes, stream.stream);
+    if (result == 0) result = driver.cuStreamSynchronize(stream.stream);
+    if (result != 0) return driver.Describe("reading stamps", result);
+    AppendStamps(words, workspace, records);
+  }
   return "";
 }
 

@@ -5,10 +5,12 @@
 
 #include <array>
 #include <string>
+#include <vector>
 
 #include "ffi/cuda/driver.h"
 #include "ffi/cuda/nccl.h"
 #include "ffi/cuda/workspace.h"
+#include "ffi/stamps.h"
 
 namespace jax_ep::cuda {
 
@@ -35,6 +37,10 @@ std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
 
 // Whether the communicator that `workspace` was made for still stands.
 bool IsMapped(const Driver& driver, const Workspace& workspace);
+
+// Appends the stamps that the latest stamped calls left in every workspace, and clears
+// them. Returns "" or what went wrong.
+std::string CopyStamps(std::vector<StampRecord>* records);
 
 }  // namespace jax_ep::cuda
 

@@ -370,6 +370,7 @@ class Dispatch {
       sender.Commit();
       ++handled;
     }
+    if (Lane() == 0) NoteStamp(state, kStampLastSend);
     sender.Flush();
     ptx::BulkWaitWritten<0>();
   }
@@ -426,7 +427,7 @@ class Dispatch {
                                 kPhaseDispatchRows);
 
       uint32_t pairs = 0;  // of the batch, not yet loaded
-      bool more = true;
+      bool more = true, all_arrived = false;
       uint32_t loaded = 0, handled = 0;
       while (true) {
         while (loaded - handled <= kAhead) {
@@ -442,7 +443,11 @@ class Dispatch {
             }
             pairs = __ballot_sync(kAllLanes, any);
           }
-          if (!more) break;
+          if (!more) {
+            if (!all_arrived && Lane() == 0) NoteStamp(state, kStampLastArrival);
+            all_arrived = true;
+            break;
+          }
           const int pair = __ffs(pairs) - 1;
           const int source = source_of(batches.FirstPair() + pair);
           const int piece = piece_of(batches.FirstPair() + pair);

@@ -323,4 +323,8 @@ TypeRegistration StateType() {
 
 std::string CheckError() { return RecordedError(); }
 
+std::string TakeStamps(std::vector<StampRecord>* records) {
+  return CopyStamps(records);
+}
+
 }  // namespace jax_ep::cuda

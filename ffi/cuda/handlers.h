@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ffi/registration.h"
+#include "ffi/stamps.h"
 
 namespace jax_ep::cuda {
 
@@ -30,6 +31,11 @@ TypeRegistration StateType();
 // The first error that a kernel recorded since the process started, as one line, or ""
 // if nothing went wrong. Reads host memory only.
 std::string CheckError();
+
+// Appends the stamps of the devices' latest stamped calls, and forgets them. Waits for
+// its own copies only: the caller knows that the calls are over. Returns "" or what went
+// wrong.
+std::string TakeStamps(std::vector<StampRecord>* records);
 
 }  // namespace jax_ep::cuda
 

@@ -43,6 +43,8 @@ JAX_EP_HD constexpr int BatchPairs(int num_topk) {
 
 constexpr int kLayoutWarps = 16;
 constexpr int kMaxLayoutBlocks = 32;
+// Ids of a tile that a block keeps in shared memory, 2 bytes each.
+constexpr int kMaxHeldIds = 16 * 1024;
 
 // Ids of one source are counted in this many contiguous tiles.
 JAX_EP_HD constexpr int LayoutTilesPerSource(int blocks, int num_ranks) {
@@ -57,7 +59,8 @@ JAX_EP_HD constexpr LaunchDims LayoutLaunch(int device_sms, int num_sms, int num
   const int tiles = num_ranks * LayoutTilesPerSource(blocks, num_ranks);
   dims.blocks = static_cast<int32_t>(Min(blocks, tiles));
   dims.threads = 32 * kLayoutWarps;
-  dims.shared_bytes = static_cast<int32_t>((kLayoutWarps + 2) * 4 * num_experts);
+  dims.shared_bytes =
+      static_cast<int32_t>(2 * kMaxHeldIds + (kLayoutWarps + 2) * 4 * num_experts);
   return dims;
 }
 

@@ -3,10 +3,11 @@
 // Ids cross the link in 16-byte words of eight ids and the round's number, so the
 // data is its own flag. The flat list of a source's ids is cut into tiles. Steps, with
 // a barrier of this small grid between them:
-//   1. send the own ids; take the tile's ids, keep them in recv_slot, count them
+//   1. send the own ids; take the tile's ids, count and hold them
 //   2. per destination rank: capacity, first rows, what each source keeps
 //   3. positions by prefix sums; recv_slot, slot and slot_rank
-// Positions never depend on the order in which atomics arrive.
+// A block with one tile that fits holds its ids in shared memory; else they wait in
+// recv_slot. Positions never depend on the order in which atomics arrive.
 
 #ifndef JAX_EP_FFI_CUDA_LAYOUT_CUH_
 #define JAX_EP_FFI_CUDA_LAYOUT_CUH_
@@ -72,8 +73,11 @@ class Layout {
         tile_counts_(reinterpret_cast<uint32_t*>(own_ + kTileCountOffset)),
         row_base_(reinterpret_cast<int32_t*>(own_ + kRowBaseOffset)),
         kept_(reinterpret_cast<int32_t*>(own_ + kKeptOffset)),
-        counts_(shared),
-        first_(shared + kLayoutWarps * params.num_experts),
+        holds_(tiles_ <= static_cast<int>(gridDim.x) &&
+               words_per_tile_ * kIdsPerWord <= kMaxHeldIds),
+        held_(reinterpret_cast<uint16_t*>(shared)),
+        counts_(shared + kMaxHeldIds / 2),
+        first_(counts_ + kLayoutWarps * params.num_experts),
         second_(first_ + params.num_experts) {}
 
   __device__ static void Run(const LayoutParams& params, int32_t* shared) {
@@ -81,18 +85,21 @@ class Layout {
     CallState* state = ptx::HoldShared(&state_storage);
     shared = ptx::HoldShared(shared);
     const uint64_t signature = reinterpret_cast<uint64_t>(params.slot) * 4 + 1;
+    Layout layout(params, state, shared);
     if (threadIdx.x < 32) {
       BeginCall(params.common, signature, /*ring_call=*/false, state);
     }
+    if (layout.holds_) layout.ClearCounts();
     AwaitBegin();
-    Layout layout(params, state, shared);
     const int rounds = layout.Exchange();
+    if (Lane() == 0) NoteStamp(state, kStampLastArrival);
     layout.CountTiles();
     layout.GridBarrier();
     for (int rank = blockIdx.x; rank < layout.num_ranks_; rank += gridDim.x) {
       layout.PlanRank(rank);
     }
     layout.GridBarrier();
+    if (threadIdx.x == 0) NoteStamp(state, kStampPlanned);
     layout.Place();
     EndCall(
         params.common, state, [&](int part, int parts) { layout.Poison(part, parts); },
@@ -106,6 +113,7 @@ class Layout {
 
  private:
   static constexpr uint32_t kNoId = 0xfff;  // on the wire
+  static constexpr uint32_t kNoHeldId = 0xffff;
   static_assert(kMaxExperts <= kNoId, "ids have 12 bits");
   // A block that is missing at the grid's barrier may itself wait for a rank: it must
   // give up first, since it can name that rank.
@@ -152,15 +160,18 @@ class Layout {
            source * IdWordsPerRound(num_ranks_);
   }
 
+  __device__ int64_t TileBegin(int tile) const {
+    return Min(num_words_, tile % tiles_per_source_ * words_per_tile_);
+  }
   // First word of a warp's share of a tile; shares are contiguous.
   __device__ int64_t WarpBegin(int tile, int warp) const {
-    const int64_t begin = Min(num_words_, tile % tiles_per_source_ * words_per_tile_);
+    const int64_t begin = TileBegin(tile);
     const int64_t end = Min(num_words_, begin + words_per_tile_);
     return begin + (end - begin) * warp / kLayoutWarps;
   }
 
-  // Brings all ids of this block's tiles to recv_slot, as ids or -1. Returns the number
-  // of rounds, which is the same on all ranks.
+  // Brings all ids of this block's tiles to `held_`, counted, or to recv_slot, as ids
+  // or -1. Returns the number of rounds, which is the same on all ranks.
   //
   // A half is written again two rounds later: its writer has then read the round
   // between, which a rank sends only after it has read this one (a barrier of its
@@ -178,6 +189,7 @@ class Layout {
       const int64_t end =
           num_ranks_ == 1 ? num_words_ : Min(num_words_, begin + per_round);
       if (num_ranks_ > 1 && !Failed(state_)) SendIds(round, begin, end);
+      if (Lane() == 0) NoteStamp(state_, kStampLastSend);
       for (int tile = blockIdx.x; tile < tiles_; tile += gridDim.x) {
         TakeIds(tile, round, begin, end);
       }
@@ -210,6 +222,8 @@ class Layout {
     const int64_t first = Max(begin, WarpBegin(tile, warp));
     const int64_t last = Min(end, WarpBegin(tile, warp + 1));
     int32_t* ids = params_.recv_slot + source * params_.num_ids;
+    int32_t* counts = counts_ + warp * num_experts_;
+    uint16_t* held = held_ - TileBegin(tile) * kIdsPerWord;
     uint32_t invalid = 0;
     if (source == rank_) {
       const int64_t end = Min(last * kIdsPerWord, params_.num_ids);
@@ -225,8 +239,13 @@ class Layout {
         for (int i = 0; i < kUnroll; ++i) {
           invalid += batch[i] >= num_experts_;
           if (block + i * 32 >= end) continue;
-          ids[block + i * 32] =
-              batch[i] >= 0 && batch[i] < num_experts_ ? batch[i] : -1;
+          const bool valid = batch[i] >= 0 && batch[i] < num_experts_;
+          if (!holds_) {
+            ids[block + i * 32] = valid ? batch[i] : -1;
+            continue;
+          }
+          held[block + i * 32] = static_cast<uint16_t>(valid ? batch[i] : kNoHeldId);
+          if (valid) atomicAdd(counts + batch[i], 1);
         }
       }
       invalid = __reduce_add_sync(kAllLanes, invalid);
@@ -251,6 +270,19 @@ class Layout {
         values[i] = id == kNoId ? -1 : static_cast<int32_t>(id);
       }
       const int64_t index = mine * kIdsPerWord;
+      if (holds_) {
+        // The list's last word has no id past the list's end: OwnId.
+        uint32_t pairs[kIdsPerWord / 2];
+#pragma unroll
+        for (int i = 0; i < kIdsPerWord; ++i) {
+          if (values[i] >= 0) atomicAdd(counts + values[i], 1);
+          const uint32_t half = values[i] & 0xffff;
+          pairs[i / 2] = i % 2 == 0 ? half : pairs[i / 2] | half << 16;
+        }
+        *reinterpret_cast<uint4*>(held + index) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        continue;
+      }
       if (aligned && index + kIdsPerWord <= params_.num_ids) {
         int4* out = reinterpret_cast<int4*>(ids + index);
         out[0] = make_int4(values[0], values[1], values[2], values[3]);
@@ -295,11 +327,15 @@ class Layout {
     }
   }
 
-  // counts_[warp][e]: ids of the warp's share of a tile, then those before the share.
-  __device__ void CountTile(int tile) {
+  __device__ void ClearCounts() {
     for (int i = threadIdx.x; i < kLayoutWarps * num_experts_; i += kThreads) {
       counts_[i] = 0;
     }
+  }
+
+  // counts_[warp][e]: ids of the warp's share of a tile in recv_slot.
+  __device__ void CountTile(int tile) {
+    ClearCounts();
     __syncthreads();
     const int warp = threadIdx.x / 32;
     const int32_t* ids = params_.recv_slot + tile / tiles_per_source_ * params_.num_ids;
@@ -317,6 +353,10 @@ class Layout {
         if (batch[i] >= 0) atomicAdd(&counts_[warp * num_experts_ + batch[i]], 1);
       }
     }
+  }
+
+  // Makes counts_ those before the warp's share of a tile, and notes the tile's.
+  __device__ void SumCounts(int tile) {
     __syncthreads();
     for (int e = threadIdx.x; e < num_experts_; e += kThreads) {
       int32_t total = 0;
@@ -332,7 +372,8 @@ class Layout {
   __device__ void CountTiles() {
     for (int tile = blockIdx.x; tile < tiles_; tile += gridDim.x) {
       __syncthreads();
-      CountTile(tile);
+      if (!holds_) CountTile(tile);
+      SumCounts(tile);
     }
   }
 
@@ -522,6 +563,7 @@ class Layout {
       if (tiles_ > static_cast<int>(gridDim.x)) {
         __syncthreads();
         CountTile(tile);  // counts_ is of the block's last tile
+        SumCounts(tile);
         __syncthreads();
       }
       PlaceTile(tile);
@@ -551,6 +593,7 @@ class Layout {
     const int warp = threadIdx.x / 32;
     int32_t* next = counts_ + warp * num_experts_;  // position of the next id
     int32_t* recv_slot = params_.recv_slot + source * params_.num_ids;
+    const uint16_t* held = held_ - TileBegin(tile) * kIdsPerWord;
     const int64_t begin = WarpBegin(tile, warp) * kIdsPerWord;
     const int64_t end = Min(WarpBegin(tile, warp + 1) * kIdsPerWord, params_.num_ids);
 #pragma unroll 1
@@ -559,7 +602,7 @@ class Layout {
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const int64_t index = block + i * 32 + Lane();
-        ids[i] = index < end ? recv_slot[index] : -1;
+        ids[i] = index >= end ? -1 : holds_ ? HeldId(held[index]) : recv_slot[index];
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -587,6 +630,10 @@ class Layout {
     }
   }
 
+  __device__ static int32_t HeldId(uint32_t held) {
+    return held == kNoHeldId ? -1 : static_cast<int32_t>(held);
+  }
+
   __device__ void Poison(int part, int parts) const {
     const int64_t ids = params_.num_ids * 4;
     FillBytes(params_.slot, ids, kPoison, part, parts);
@@ -610,6 +657,8 @@ class Layout {
   uint32_t* tile_counts_;
   int32_t* row_base_;
   int32_t* kept_;
+  bool holds_;                // whether ids are in held_
+  uint16_t* held_;            // shared [kMaxHeldIds], of the block's tile
   int32_t* counts_;           // shared [kLayoutWarps][E]
   int32_t *first_, *second_;  // shared [E] each
   uint32_t barriers_ = 0;

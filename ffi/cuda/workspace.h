@@ -28,7 +28,7 @@ typedef unsigned long long uint64_t;
 namespace jax_ep::cuda {
 
 // Bumped with every change of a struct, an offset or a launch shape below.
-constexpr int kKernelAbi = 1;
+constexpr int kKernelAbi = 2;
 
 constexpr int kMaxRanks = 64;
 constexpr int kMaxTopk = 32;
@@ -108,6 +108,24 @@ constexpr int64_t kControlOffset = 0;
 constexpr int64_t kErrorsOffset = 4 * kKiB;  // ErrorRecord[kMaxRanks], by origin
 // uint64_t[kMaxRanks]: the last ring call in which that rank has read all we sent.
 constexpr int64_t kDoneOffset = 8 * kKiB;
+// uint64_t[kNumStampedStages][kMaxStampedBlocks][kMaxStamps]: when the blocks of the
+// latest call of a stage reached its phases, in ns; written by kernels compiled with
+// JAX_EP_STAMPS only, read by the tools.
+constexpr int64_t kStampsOffset = 16 * kKiB;
+constexpr int kMaxStampedBlocks = 256;
+constexpr int kMaxStamps = 8;
+enum Stamp : int {
+  kStampBegan = 0,
+  kStampLastSend = 1,     // issued
+  kStampLastArrival = 2,  // of what other ranks sent
+  kStampPlanned = 3,      // layout only: first rows known
+  kStampLastRow = 4,      // in its place, and all else done
+};
+constexpr int kNumStamps = 5;
+constexpr int kNumStampedStages = 3;  // layout, dispatch, combine
+constexpr int64_t kStampsBytes =
+    int64_t{kNumStampedStages} * kMaxStampedBlocks * kMaxStamps * 8;
+
 // uint64_t[kMaxChannels][kMaxRanks] each; the high half of a word is the ring
 // call it belongs to, so nothing is reset between calls. `head`: pieces that
 // rank has sent to us. `tail`: pieces that rank has consumed of ours.
@@ -126,6 +144,7 @@ constexpr int64_t kIdsOffset = 2 * kMiB;
 constexpr int64_t kIdsHalfBytes = 1 * kMiB;
 constexpr int64_t kRingOffset = 4 * kMiB;
 
+static_assert(kStampsOffset + kStampsBytes <= kHeadOffset, "");
 static_assert(kTailOffset + kMaxChannels * kMaxRanks * 8 <= kTileCountOffset, "");
 static_assert(kTileCountOffset + kMaxTiles * kMaxExperts * 4 <= kRowBaseOffset, "");
 static_assert(kKeptOffset + kMaxRanks * kMaxExperts * 4 <= kIdsOffset, "");

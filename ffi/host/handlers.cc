@@ -20,6 +20,7 @@
 #include "ffi/host/memory.h"
 #include "ffi/host/rendezvous.h"
 #include "ffi/host/routing.h"
+#include "ffi/host/stamps.h"
 #include "ffi/host/status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -121,8 +122,10 @@ RoutingShape ToRoutingShape(const Config& config, const Shape& shape) {
 // A stage: what is read at compile time, what a rank brings, what is done for all.
 struct LayoutStage {
   static constexpr char kOp[] = "dispatch_layout";
+  static constexpr char kName[] = "layout";
 
   struct Brought : Participant {
+    int64_t arrived = 0;  // see stamps.h
     Shape shape;
     LayoutBuffers buffers;
   };
@@ -166,8 +169,10 @@ struct LayoutStage {
 
 struct DispatchStage {
   static constexpr char kOp[] = "dispatch";
+  static constexpr char kName[] = "dispatch";
 
   struct Brought : Participant {
+    int64_t arrived = 0;  // see stamps.h
     Shape shape;
     DispatchBuffers buffers;
   };
@@ -236,8 +241,10 @@ struct DispatchStage {
 
 struct CombineStage {
   static constexpr char kOp[] = "combine";
+  static constexpr char kName[] = "combine";
 
   struct Brought : Participant {
+    int64_t arrived = 0;  // see stamps.h
     Shape shape;
     CombineBuffers buffers;
   };
@@ -360,6 +367,7 @@ void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
   }
 
   auto brought = std::make_unique<Brought>();
+  brought->arrived = config.stamps ? Now() : 0;
   Arrival arrival;
   arrival.rank = position[0];
   arrival.status = Stage::Decode(config, operands, results, *brought);
@@ -389,7 +397,15 @@ void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
     const int64_t num_threads = std::min<int64_t>(
         pool.num_threads(), std::max(1u, std::thread::hardware_concurrency()));
     const Parallel parallel(schedule, static_cast<int>(num_threads) - 1);
+    const int64_t began = config.stamps ? Now() : 0;
     if (status.ok()) status = Stage::Run(config, ranks, parallel);
+    if (config.stamps && status.ok()) {
+      const int64_t ended = Now();
+      for (const Arrival& rank : *full) {
+        const auto* brought = static_cast<const Brought*>(rank.participant.get());
+        KeepStamps(Stage::kName, rank.rank, brought->arrived, began, ended);
+      }
+    }
   } catch (const std::exception& e) {
     status = Internal(e.what());
   }

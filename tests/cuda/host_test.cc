@@ -122,6 +122,7 @@ Attrs Common(int num_ranks, std::vector<int64_t> groups) {
       .Int("capacity", kCapacity)
       .Int("num_sms", 0)
       .Float("timeout_s", 2.5)
+      .Bool("stamps", false)
       .String("cubin_archs", "sm_90a,sm_100a")
       .String("cubin_sm_90a", "\177ELF hopper")
       .String("cubin_sm_90a_sha256", "hopper")
