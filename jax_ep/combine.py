@@ -14,6 +14,7 @@ from jax_ep.layout import Handle, call_config, row_is_kept
 from jax_ep.payload import to_wire
 
 
+@jax.named_scope("jax_ep.combine")
 def combine(
     y: Any,
     handle: Handle,

@@ -14,6 +14,7 @@ from jax_ep.layout import Handle, call_config
 from jax_ep.payload import is_float, to_wire
 
 
+@jax.named_scope("jax_ep.dispatch")
 def dispatch(
     x: Any,
     handle: Handle,

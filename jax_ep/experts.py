@@ -16,6 +16,7 @@ _CLIPPED_ALPHA = 1.702
 _CLIPPED_LIMIT = 7.0
 
 
+@jax.named_scope("jax_ep.experts")
 def experts(
     recv_x: jax.Array,
     handle: Handle,
@@ -83,6 +84,7 @@ def experts(
     return dot(hidden.astype(dtype), params.down_proj, params.down_bias)
 
 
+@jax.named_scope("jax_ep.shared_experts")
 def shared_experts(
     x: jax.Array, params: MoEParams, *, activation: Activation = "silu"
 ) -> jax.Array | None:

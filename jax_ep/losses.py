@@ -193,6 +193,7 @@ def expert_counts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
 
 
+@jax.named_scope("jax_ep.stats")
 def moe_stats(
     routing: Routing,
     handle: Handle,

@@ -67,21 +67,7 @@ def router(
             f"jax_ep.router: x and kernel must have shapes [T, H] and [H, E] with E = "
             f"{config.num_experts}, and have {x.shape} and {kernel.shape}."
         )
-    x = x.astype(jnp.float32)
-    if token_mask is not None:
-        # Chosen, not multiplied: NaN * 0 in the kernel's gradient is NaN.
-        x = jnp.where(token_mask[:, None], x, 0)
-    if config.router_jitter_noise and key is not None:
-        eps = config.router_jitter_noise
-        x *= jax.random.uniform(key, x.shape, minval=1 - eps, maxval=1 + eps)
-    # Full float32 also where the default for matrix products is less (TPU, TF32).
-    logits = jnp.dot(x, kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    if bias is not None:
-        logits += bias.astype(jnp.float32)[None]
-    if config.use_random_routing:
-        if key is None:
-            raise ValueError("jax_ep.router: use_random_routing needs a key.")
-        logits = jax.random.normal(key, logits.shape)
+    logits = _logits(x, kernel, config, bias, token_mask, key)
     return topk_routing(
         logits,
         num_experts_per_tok=config.num_experts_per_tok,
@@ -96,6 +82,7 @@ def router(
     )
 
 
+@jax.named_scope("jax_ep.router")
 def topk_routing(
     logits: jax.Array,
     *,
@@ -166,6 +153,27 @@ def topk_routing(
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         weights = jnp.where(token_mask[:, None], weights, 0)
     return Routing(topk_idx.astype(jnp.int32), weights, probs, logits)
+
+
+@jax.named_scope("jax_ep.router")
+def _logits(x, kernel, config, bias, token_mask, key):
+    """`[T, E]` float32."""
+    x = x.astype(jnp.float32)
+    if token_mask is not None:
+        # Chosen, not multiplied: NaN * 0 in the kernel's gradient is NaN.
+        x = jnp.where(token_mask[:, None], x, 0)
+    if config.router_jitter_noise and key is not None:
+        eps = config.router_jitter_noise
+        x *= jax.random.uniform(key, x.shape, minval=1 - eps, maxval=1 + eps)
+    # Full float32 also where the default for matrix products is less (TPU, TF32).
+    logits = jnp.dot(x, kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    if bias is not None:
+        logits += bias.astype(jnp.float32)[None]
+    if config.use_random_routing:
+        if key is None:
+            raise ValueError("jax_ep.router: use_random_routing needs a key.")
+        return jax.random.normal(key, logits.shape)
+    return logits
 
 
 def _log_scores(logits: jax.Array, score_func: ScoreFunc) -> jax.Array:
