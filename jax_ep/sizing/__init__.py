@@ -1,0 +1,73 @@
+"""What an exchange will cost, from its shapes alone: plain numbers, no device.
+
+Ranks that a token goes to, bytes on links and in memory, buffers, padding, and the
+least time that given rates allow, for one NVLink domain or many. Routing is taken to be
+uniform; a recorded one has its own counts, and costs more where it is skewed. The
+arithmetic goes further than the package: jax_ep itself runs one NVLink domain of at
+most 64 ranks.
+"""
+
+from jax_ep.sizing.bounds import (
+    MACHINES,
+    Bound,
+    Machine,
+    sms_to_fill,
+    time_bound,
+)
+from jax_ep.sizing.growth import EP_RANKS, Route, Step, growth
+from jax_ep.sizing.memory import (
+    MAX_RANKS,
+    Shape,
+    expected_padding_amplification,
+    handle_bytes,
+    padding_amplification,
+    receive_bytes,
+    receive_rows,
+    workspace_bytes,
+)
+from jax_ep.sizing.targets import (
+    UniformRouting,
+    distinct_ranks,
+    distinct_ranks_independent,
+    remote_ranks,
+)
+from jax_ep.sizing.traffic import (
+    Traffic,
+    combine_traffic,
+    dispatch_traffic,
+    layout_traffic,
+    row_bytes,
+    rows_per_token,
+    wire_bytes,
+)
+
+__all__ = [
+    "EP_RANKS",
+    "MACHINES",
+    "MAX_RANKS",
+    "Bound",
+    "Machine",
+    "Route",
+    "Shape",
+    "Step",
+    "Traffic",
+    "UniformRouting",
+    "combine_traffic",
+    "dispatch_traffic",
+    "distinct_ranks",
+    "distinct_ranks_independent",
+    "expected_padding_amplification",
+    "growth",
+    "handle_bytes",
+    "layout_traffic",
+    "padding_amplification",
+    "receive_bytes",
+    "receive_rows",
+    "remote_ranks",
+    "row_bytes",
+    "rows_per_token",
+    "sms_to_fill",
+    "time_bound",
+    "wire_bytes",
+    "workspace_bytes",
+]
