@@ -53,5 +53,7 @@ def draw(drawing: Drawing, rows: Sequence[Row], top: float | None = None) -> Dra
             y += SMALL + 5
             drawing.add(Text(0, y, row.note, "note"))
         y += GAP
+    used = {piece[1] for row in rows for piece in row.pieces}
+    drawing.key = [(fill, text) for fill, text in drawing.key if fill in used]
     drawing.height = y
     return drawing

@@ -116,7 +116,7 @@ class Page:
 <header>
 <h1>{escape(self.title)}</h1>
 <p class="verdict">{escape(verdict.removesuffix("."))}.</p>
-<p>{escape(reason)}</p>
+<p>{escape(reason[:1].upper() + reason[1:])}</p>
 <p class="setting">{escape(self.setting)}</p>
 <nav aria-label="Sections"><ul>{links}</ul></nav>
 </header>

@@ -7,7 +7,7 @@ import numpy as np
 from jax_ep.tools.page.drawing import SMALL, TEXT, Box, Drawing, Text
 from jax_ep.tools.page.palette import HEAT_STEPS
 
-GUTTER = 0.14  # of the width, for the ranks' names
+GUTTER = 0.16  # of the width, for the ranks' names
 MARGIN = 0.2  # for what is said of each rank
 MOST = 48  # columns that can be told apart on a phone
 CELL, THIN = 22, 10  # pixels
@@ -24,21 +24,21 @@ def draw(
     values: np.ndarray,
     last: np.ndarray,
     show: Callable[[float], str],
-    word: str,
+    words: tuple[str, str],
 ) -> Drawing:
     """One row of cells for each rank.
 
     Args:
       drawing: what is drawn below.
       values: `[steps, R]`.
-      last: `[steps]`, the rank with the most.
+      last: `[steps]`, the rank with the most; -1 where all are alike.
       show: writes a value.
-      word: what the marked rank is called.
+      words: what is said of a rank ("last"), and of the mark.
     """
     steps, ranks = values.shape
     cells = columns(values)
     parts = np.array_split(last, len(cells))
-    counts = np.stack([np.bincount(part, minlength=ranks) for part in parts])
+    counts = np.stack([np.bincount(part[part >= 0], minlength=ranks) for part in parts])
     lowest, highest = float(cells.min()), float(cells.max())
     cell = CELL if ranks <= 16 else THIN
     wide = (1 - GUTTER - MARGIN) / len(cells)
@@ -49,7 +49,7 @@ def draw(
             drawing.add(
                 Text(0, y + min(cell, TEXT) + (cell > TEXT) * 3, f"rank {rank}")
             )
-            often = f"{word} in {counts[:, rank].sum()}"
+            often = f"{words[0]} in {counts[:, rank].sum()}"
             drawing.add(
                 Text(1, y + min(cell, TEXT) + (cell > TEXT) * 3, often, "value", "end")
             )
@@ -74,7 +74,7 @@ def draw(
         ("heat-0", show(lowest)),
         (f"heat-{HEAT_STEPS // 2}", show((lowest + highest) / 2)),
         (f"heat-{HEAT_STEPS - 1}", show(highest)),
-        ("last", f"the rank that is {word}"),
+        ("last", words[1]),
     ]
     return drawing
 

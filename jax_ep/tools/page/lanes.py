@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from jax_ep.tools.page import units
 from jax_ep.tools.page.drawing import SMALL, TEXT, WIDE, Box, Drawing, Rule, Text, fits
 
-GUTTER = 0.14  # of the width, for the lanes' names
-THICK, THIN = 22, 8  # pixels; thin where there are many
+GUTTER = 0.16  # of the width, for the lanes' names
+THICK, THIN = 22, 8  # pixels; thin are ranks where there are many
 MANY = 16
+EVERY = 8  # of these is named
 AXIS = 26
 
 Span = tuple[float, float, str, str]  # start, stop, fill, name
@@ -24,25 +25,28 @@ def draw(
       named: whether a span's name is written into it where it has room.
     """
     end = max([stop for _, spans in lanes for _, stop, _, _ in spans], default=0) or 1
-    thick = THICK if len(lanes) <= MANY else THIN
-    pitch = thick + (8 if thick == THICK else 2)
-    every = 1 if thick == THICK else 8
-    top = drawing.height
-    bottom = top + pitch * len(lanes) + 2
-    drawing.add(*_axis(end, top, bottom))
-    for i, (name, spans) in enumerate(lanes):
-        y = top + i * pitch + 2
-        if i % every == 0:
-            drawing.add(Text(0, y + min(thick, TEXT) - 1 + (thick > TEXT) * 3, name))
+    crowded = len(lanes) > MANY
+    axis = len(drawing.marks)
+    top = y = drawing.height
+    ranks = 0
+    for name, spans in lanes:
+        is_rank = name.startswith("rank ")
+        thin = crowded and is_rank
+        height = THIN if thin else THICK
+        if not thin or ranks % EVERY == 0:
+            drawing.add(Text(0, y + (TEXT - 3 if thin else TEXT + 3), name))
+        ranks += is_rank
         for start, stop, fill, what in spans:
             left, right = _across(start / end), _across(stop / end)
             tip = f"{name}, {what}: {units.seconds(stop - start)}"
-            drawing.add(Box(left, right, y, thick, fill, tip))
-            if named and thick == THICK and fits(what, right - left, WIDE):
+            drawing.add(Box(left, right, y, height, fill, tip))
+            if named and not thin and fits(what, right - left, WIDE):
                 narrow = fits(what, right - left)
                 kind = f"inside on-{fill}" + ("" if narrow else " wide")
                 drawing.add(Text((left + right) / 2, y + 15.5, what, kind, "middle"))
-    drawing.height = bottom + AXIS
+        y += height + (2 if thin else 8)
+    drawing.marks[axis:axis] = _axis(end, top, y)  # Below the boxes.
+    drawing.height = y + AXIS
     return drawing
 
 

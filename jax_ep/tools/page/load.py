@@ -34,13 +34,21 @@ def section(measurement: Measurement, diagnosis: Diagnosis) -> Section:
             f"{len(rows)} steps are drawn in {heat.MOST} columns, each the mean of the "
             "steps in it; the mark is on the rank that was last most often."
         )
-    parts.append(_map("load-rows", "Rows", rows, units.count, "most"))
+    parts.append(
+        _map("load-rows", "Rows", rows, units.count, ("most", "the rank with the most"))
+    )
     if load.rank_seconds is None:
         parts.append("The time of each rank's experts was not measured.")
     else:
         title = "Time of each rank's experts, without waiting for the others"
         parts.append(
-            _map("load-time", title, np.array(load.rank_seconds), units.seconds, "last")
+            _map(
+                "load-time",
+                title,
+                np.array(load.rank_seconds),
+                units.seconds,
+                ("last", "the last rank"),
+            )
         )
     dropped = int(np.sum(load.dropped_rows))
     if dropped:
@@ -56,6 +64,8 @@ def section(measurement: Measurement, diagnosis: Diagnosis) -> Section:
 
 
 def _finding(rows: np.ndarray, last: Last | None, diagnosis: Diagnosis) -> str:
+    if not rows.any():
+        return "No rank received a row."
     if last is None:
         mean = np.maximum(rows.mean(1), 1)
         over = float(np.median(rows.max(1) / mean)) - 1
@@ -84,21 +94,27 @@ def _correlation(last: Last) -> str:
     )
 
 
-def _map(name: str, title: str, values: np.ndarray, show, word: str) -> Figure:
+def _map(name: str, title: str, values: np.ndarray, show, words) -> Figure:
     steps, ranks = values.shape
-    last = values.argmax(axis=1)
-    often = np.bincount(last, minlength=ranks)
+    alike = values.max(axis=1) == values.min(axis=1)
+    last = np.where(alike, -1, values.argmax(axis=1))
+    often = np.bincount(last[~alike], minlength=ranks)
     drawing = Drawing(
         name,
         f"{title}, by rank and step",
         "; ".join(
-            f"rank {rank}: mean {show(values[:, rank].mean())}, {word} in {often[rank]}"
+            f"rank {rank}: mean {show(values[:, rank].mean())}, "
+            f"{words[0]} in {often[rank]}"
             for rank in range(ranks)
         ),
     )
-    heat.draw(drawing, values, last, show, word)
+    heat.draw(drawing, values, last, show, words)
     cells = [
-        [f"{step}", *(show(value) for value in values[step]), f"rank {last[step]}"]
+        [
+            f"{step}",
+            *(show(value) for value in values[step]),
+            "all alike" if alike[step] else f"rank {last[step]}",
+        ]
         for step in range(min(steps, MOST_STEPS))
     ]
     caption = drawing.title

@@ -32,7 +32,8 @@ def section(measurement: Measurement, diagnosis: Diagnosis) -> Section:
         parts.append(_experts(counts, alignment, factors))
     idle = len(diagnosis.expert_amplification) - len(factors)
     if idle:
-        parts.append(f"{idle} experts received no row, and are not drawn.")
+        experts = "expert" if idle == 1 else "experts"
+        parts.append(f"{idle} {experts} without a row, not drawn.")
     if factors:
         parts.append(_alignments(counts, alignment))
     return Section("padding", "Padding", parts)
@@ -58,7 +59,7 @@ def _experts(counts: np.ndarray, alignment: int, factors: list) -> Figure:
         total = int(rows.sum())
         tips.append(
             f"expert {expert}: {units.times(factor)}, {units.count(slots)} slots for "
-            f"{units.count(total)} rows"
+            f"{units.count(total)} {'row' if total == 1 else 'rows'}"
         )
         name = f"expert {expert}"
         cells.append(

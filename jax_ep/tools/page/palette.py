@@ -12,14 +12,14 @@ LIGHT = {
     "ink": "#1b1f24",
     "muted": "#545d68",
     "line": "#cfd6dd",
-    "link": "#1f5fa8",
+    "link": "#174c8c",
     "link-soft": "#bcd6f2",
-    "compute": "#6a7582",
+    "compute": "#8592a0",
     "compute-soft": "#e3e7eb",
     "loss": "#a8410f",
     "loss-soft": "#f7d9c8",
-    "heat-0": "#f1f5fa",
-    "heat-1": "#d6e4f4",
+    "heat-0": "#e9eff7",
+    "heat-1": "#d0dff1",
     "heat-2": "#b3cdeb",
     "heat-3": "#86b0df",
     "heat-4": "#558dcb",
@@ -34,7 +34,7 @@ DARK = {
     "line": "#3b434d",
     "link": "#6fadf2",
     "link-soft": "#223f61",
-    "compute": "#8d98a5",
+    "compute": "#5f6b78",
     "compute-soft": "#2a3037",
     "loss": "#f39763",
     "loss-soft": "#55301c",
@@ -62,6 +62,11 @@ class Fill:
     base: str
     edge: str
     hatch: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Name of the colour of text on it."""
+        return "surface" if self.base in ("link", "loss") else "ink"
 
 
 FILLS = {

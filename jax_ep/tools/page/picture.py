@@ -94,5 +94,4 @@ def _ink(kind: str) -> str:
     if kind == "note":
         return "muted"
     on = kind.removesuffix(" wide").partition("on-")[2]
-    solid = bool(on) and FILLS[on].hatch is None
-    return "surface" if solid else "ink"
+    return FILLS[on].text if on and FILLS[on].hatch is None else "ink"

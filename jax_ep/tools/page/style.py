@@ -103,8 +103,7 @@ def _fills():
         paint = f"url(#hatch-{name})" if fill.hatch else f"var(--{fill.base})"
         yield f".fill-{name} {{ fill: {paint}; stroke: var(--{fill.edge}); }}"
         if not fill.hatch:
-            # The text on a solid bar is cut out of it.
             yield (
-                f".chart text.on-{name} {{ fill: var(--surface); "
+                f".chart text.on-{name} {{ fill: var(--{fill.text}); "
                 f"stroke: var(--{fill.base}); }}"
             )
