@@ -63,6 +63,7 @@ def growth(
     *,
     ranks: Iterable[int] = EP_RANKS,
     dtype: str = "bfloat16",
+    num_sms: int | None = None,
 ) -> list[Step]:
     """Bytes and least times over a range of R, tokens per rank the same.
 
@@ -76,6 +77,7 @@ def growth(
       ranks: values of R; those over which the experts do not divide evenly are left
         out.
       dtype: of the rows of dispatch; where that is "float8", combine's are bfloat16.
+      num_sms: as in `time_bound`.
 
     Returns:
       A step for each R.
@@ -91,14 +93,16 @@ def growth(
             num_domains,
             distinct_ranks(at.routing, num_ranks),
             distinct_ranks(at.routing, num_domains),
-            _route(at, machine, dtype, forward=False),
-            _route(at, machine, dtype, forward=True),
+            _route(at, machine, dtype, num_sms, forward=False),
+            _route(at, machine, dtype, num_sms, forward=True),
         )
         steps.append(step)
     return steps
 
 
-def _route(shape: Shape, machine: Machine, dtype: str, forward: bool) -> Route:
+def _route(
+    shape: Shape, machine: Machine, dtype: str, num_sms: int | None, *, forward: bool
+) -> Route:
     domain = machine.domain_size
     dispatch = dispatch_traffic(shape, dtype=dtype, domain_size=domain, forward=forward)
     combine = combine_traffic(
@@ -110,6 +114,6 @@ def _route(shape: Shape, machine: Machine, dtype: str, forward: bool) -> Route:
     return Route(
         dispatch,
         combine,
-        time_bound(dispatch, machine),
-        time_bound(combine, machine),
+        time_bound(dispatch, machine, num_sms=num_sms),
+        time_bound(combine, machine, num_sms=num_sms),
     )

@@ -182,7 +182,8 @@ def expected_padding_amplification(shape: Shape) -> float:
 
     Returns:
       `A * E[ceil(n/A)] / E[n]`, where the rows n of an expert are binomial: each of the
-      R*T tokens has it among its K with probability K/E.
+      R*T tokens has it among its K with probability K/E (K/R for a replica where
+      R > E).
     """
     trials, alignment = shape.num_ranks * shape.tokens, shape.expert_alignment
     chance = shape.routing.num_topk / shape.num_slots

@@ -110,6 +110,12 @@ def rows_per_token(
     rank = distinct_ranks(routing, num_ranks) / num_ranks
     if not forward or num_domains == 1:
         return rank * (domain - 1), rank * (num_ranks - domain)
+    if routing.num_experts % num_domains and num_domains % routing.num_experts:
+        raise ValueError(
+            f"jax_ep.sizing.rows_per_token: the {num_domains} domains of "
+            f"{domain_size} ranks must divide num_experts (={routing.num_experts}), or "
+            "be a multiple of it."
+        )
     node = distinct_ranks(routing, num_domains) / num_domains
     return rank * (domain - 1) * num_domains, node * (num_domains - 1)
 
