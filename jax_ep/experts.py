@@ -8,6 +8,7 @@ from jax import lax
 
 from jax_ep.axis import vary_alike
 from jax_ep.config import Activation
+from jax_ep.grouped_matmul import grouped_matmul
 from jax_ep.layout import Handle, row_is_kept
 from jax_ep.params import MoEParams
 
@@ -28,8 +29,8 @@ def experts(
     """Applies each local expert's gated MLP to its rows.
 
     `y = (act(x @ gate + b_gate, x @ up + b_up) * recv_weights) @ down + b_down`, with
-    `jax.lax.ragged_dot` over the handle's groups. Call it on the rows of `dispatch`,
-    inside its shard_map.
+    `grouped_matmul` over the handle's groups. Call it on the rows of `dispatch`, inside
+    its shard_map.
 
     Padding rows and the rows past the last group may hold anything, NaN too: they give
     zero, and reach no gradient.
@@ -142,7 +143,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 def _grouped_dot(x, weight, bias, *, handle, kept):
     """`x @ weight[e] + bias[e]` for the rows of each expert e; zero in other rows."""
     weight = _only_used(weight.astype(x.dtype), handle.group_counts)
-    y = lax.ragged_dot(x, weight, handle.group_sizes)
+    y = grouped_matmul(x, weight, handle.group_sizes)
     if bias is not None:
         # As one more column of x, so that the bias's gradient is a grouped sum too.
         bias = _only_used(bias.astype(jnp.float32)[:, None], handle.group_counts)
