@@ -150,6 +150,24 @@ def test_tables_and_chart():
     assert len(re.findall(r"^ +░+ ", text, re.M)) == 8  # EP16 to EP2048.
 
 
+def test_ranks_that_do_not_divide_are_named(tmp_path):
+    """7 experts: of EP2 to EP2048 nothing is left but what was asked for."""
+    text = run(
+        "--hidden 8 --experts 7 --topk 2 --ranks 7 --gpus-per-node 72 "
+        f"--plot {tmp_path}/plan.svg"
+    )
+    assert "Left out: 2, 4, 8, 16, 32, 64, 128" in " ".join(text.split())
+    assert "EP7 ████" in text
+    assert (tmp_path / "plan.svg").exists()
+
+
+def test_one_rank():
+    found = document("--hidden 8 --experts 4 --topk 2 --ranks 1")
+    assert stages(found)["dispatch"]["traffic"]["link"] == 0
+    assert stages(found)["dispatch"]["binds"] == "memory"
+    assert "EP1 " in run("--hidden 8 --experts 4 --topk 2 --ranks 1")
+
+
 def test_a_terminal_without_unicode(monkeypatch):
     monkeypatch.setattr(plan_view, "_unicode", lambda: False)
     text = run("olmoe-1b-7b")

@@ -260,7 +260,13 @@ def make_plan(
         memory=memory,
         rows_per_expert=ranks * tokens * model.topk / shape.num_slots,
         padding=padding,
-        growth=sizing.growth(shape, machine, dtype=dtype, num_sms=num_sms),
+        growth=sizing.growth(
+            shape,
+            machine,
+            ranks=sorted({*sizing.EP_RANKS, ranks}),
+            dtype=dtype,
+            num_sms=num_sms,
+        ),
         notes=_notes(shape, memory, machine),
     )
 

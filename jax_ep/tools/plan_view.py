@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
+from jax_ep.sizing import EP_RANKS
 from jax_ep.tools.console import UserError, console
 
 if TYPE_CHECKING:
@@ -175,6 +176,13 @@ def _growth(plan: Plan) -> Table:
                 _BINDS[slower.binds],
             ]
         table.add_row(*row)
+    shown = {step.num_ranks for step in plan.growth}
+    left_out = [str(ranks) for ranks in EP_RANKS if ranks not in shown]
+    if left_out:
+        table.caption = (
+            f"Left out: {', '.join(left_out)} ranks, over which {plan.model.experts} "
+            f"experts or nodes of {plan.machine.domain_size} do not divide evenly."
+        )
     return table
 
 
