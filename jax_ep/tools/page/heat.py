@@ -42,7 +42,8 @@ def draw(
     lowest, highest = float(cells.min()), float(cells.max())
     cell = CELL if ranks <= 16 else THIN
     wide = (1 - GUTTER - MARGIN) / len(cells)
-    top = drawing.height
+    # Room for the first name, which is taller than a thin row.
+    top = drawing.height + 4 * (cell == THIN)
     for rank in range(ranks):
         y = top + rank * (cell + 1)
         if cell == CELL or rank % 8 == 0:

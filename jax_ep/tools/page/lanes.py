@@ -29,6 +29,7 @@ def draw(
     axis = len(drawing.marks)
     top = y = drawing.height
     ranks = 0
+    y += 4 * crowded  # Room for the first name, which is taller than its lane.
     for name, spans in lanes:
         is_rank = name.startswith("rank ")
         thin = crowded and is_rank

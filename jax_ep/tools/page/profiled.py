@@ -30,8 +30,8 @@ def page(profile: Profile) -> Page:
                 "gaps",
                 "Not measured",
                 [
-                    "A profile has no ceilings, rows or padding: bandwidth, padding and "
-                    "load need python -m jax_ep bench.",
+                    "A profile has no ceilings, rows or padding: bandwidth, padding "
+                    "and load need python -m jax_ep bench.",
                 ],
             ),
         ],
@@ -64,9 +64,10 @@ def finding(devices: list[Device]) -> str:
     worst = max(devices, key=lambda device: device.communication_seconds)
     alone = worst.communication_seconds - worst.overlapped_seconds
     share = worst.overlapped_seconds / (worst.communication_seconds or 1.0)
+    total = units.seconds(worst.communication_seconds)
     return (
         f"{units.percent(share)} of the communication runs beside compute. Device "
-        f"{worst.device} communicates for {units.seconds(worst.communication_seconds)}, "
+        f"{worst.device} communicates for {total}, "
         f"for {units.seconds(alone)} of it with nothing beside."
     )
 

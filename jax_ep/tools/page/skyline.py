@@ -17,7 +17,7 @@ def draw(drawing: Drawing, factors: Sequence[float], tips: Sequence[str]) -> Dra
     Args:
       drawing: what is drawn below.
       factors: slots over rows, descending, each at least 1.
-      tips: a text for each; the first also labels its column.
+      tips: a text for each; what the first says before a comma labels its column.
     """
     highest = max(factors[0], 1.25)
     doubling = highest > LOGARITHMIC
@@ -42,7 +42,7 @@ def draw(drawing: Drawing, factors: Sequence[float], tips: Sequence[str]) -> Dra
             Box(left, right, bottom - height(factor), height(factor), fill, tip)
         )
     drawing.add(
-        Text(GUTTER, top - 6, tips[0], "label"),
+        Text(GUTTER, top - 6, f"{tips[0].partition(',')[0]}", "label"),
         Text(GUTTER, bottom + SMALL + 5, "worst expert", "note"),
         Text(1, bottom + SMALL + 5, "best expert", "note", "end"),
     )
