@@ -22,12 +22,11 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 #define JAX_EP_STAMPS 0
 #endif
 
-constexpr int kBeginBarrier = 1;  // 0 is __syncthreads
-
 __device__ __forceinline__ int Lane() { return threadIdx.x & 31; }
 
 // The block's view of the call, in shared memory.
 struct CallState {
+  uint64_t begun;    // barrier that completes when BeginCall has written the rest
   uint64_t number;   // of this ring call, or of the last id round before this call
   uint32_t failed;   // 1 once this block stopped waiting
   uint32_t entered;  // 0 if another call was running here
@@ -182,18 +181,23 @@ __device__ __noinline__ uint64_t AwaitAtLeast(const CommonParams* common,
   }
 }
 
-// Enters a call; one warp of the block, before AwaitBegin of all. `signature` tells
-// calls that could run at the same time apart and is not 0. Afterwards the block may
-// have failed already.
+// Before a __syncthreads that comes before all that follows here.
+__device__ __forceinline__ void InitCall(CallState* state) {
+  if (threadIdx.x == 0) ptx::BarrierInit(&state->begun, 1);
+}
+
+// Enters a call; one warp of the block. `signature` tells calls that could run at the
+// same time apart and is not 0. Afterwards the block may have failed already.
 __device__ __forceinline__ void BeginCall(const CommonParams& common,
                                           uint64_t signature, bool ring_call,
                                           CallState* state) {
   Control* control = ControlOf(common, common.rank);
 #if JAX_EP_STAMPS
-  if (Lane() < kNumStamps) {
-    state->stamps[Lane()] = Lane() == kStampBegan ? ptx::Nanoseconds() : 0;
+  if (Lane() == 0) {
+    for (int i = 0; i < kNumStamps; ++i) state->stamps[i] = 0;
+    state->stamps[kStampBegan] = ptx::Nanoseconds();
+    state->stage = static_cast<int>(signature & 3) - 1;
   }
-  state->stage = static_cast<int>(signature & 3) - 1;
 #endif
   // One word per lane, so that their latencies overlap.
   uint64_t word = 0;
@@ -224,17 +228,16 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
     } else if (rank != common.rank) {
       GiveUp(&common, state, kPhaseRankMismatch, -1, -1, common.rank, rank, 0);
     }
+    ptx::BarrierArrive(&state->begun);
   }
+  __syncwarp();
 }
 
-// Waits, all threads of the block, for what BeginCall wrote to `state`. Warps may come
-// from different places, having started what does not depend on the call.
-__device__ __forceinline__ void AwaitBegin() {
-  ptx::NamedBarrier(kBeginBarrier, blockDim.x);
-}
-// Instead, for warps that never look at `state`.
-__device__ __forceinline__ void SkipBegin() {
-  ptx::NamedBarrierArrive(kBeginBarrier, blockDim.x);
+// Waits for what BeginCall wrote to `state`; for any thread that looks at it, having
+// started what does not depend on the call.
+__device__ __forceinline__ void AwaitBegin(CallState* state) {
+  // Pairs with the arrival in BeginCall.
+  ptx::BarrierWait(&state->begun, 0);
 }
 
 // Leaves a call; all threads of the block, their own writes complete. In a failed

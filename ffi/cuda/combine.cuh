@@ -58,12 +58,13 @@ class Combine {
     InitStages<kShape.send_stages>(parts.send_full, parts.send_empty, 1, kTeamWarps);
     InitStages<kShape.out_stages>(parts.out_full, parts.out_empty, kTeamWarps, senders);
     InitStages<kShape.recv_stages>(parts.recv_full, parts.recv_empty, 1, kTeamWarps);
+    InitCall(state);
     ptx::BarrierInitFence();
     __syncthreads();
     const int warp = threadIdx.x / 32;
     if (warp == 0) BeginCall(common, signature, /*ring_call=*/true, state);
     if (channel >= ring.channels || (warp >= senders && warp < kSenderWarps)) {
-      AwaitBegin();
+      // Nothing to do.
     } else if (warp < kSenderWarps) {
       SendSums(params, state, channel, ring, parts, warp, senders);
     } else if (warp == kSenderWarps) {
@@ -242,7 +243,6 @@ class Combine {
     batches.Start(parts.send_batches,
                   TokensOfChannel(params.num_tokens, channel, ring.channels) * kRanks,
                   arrays, gathers, index);
-    SkipBegin();
 
     uint32_t loaded = 0;
     while (batches.Next(index)) {
@@ -314,7 +314,6 @@ class Combine {
   __device__ static __forceinline__ void AddRows(const CombineParams& params,
                                                  const Parts& parts, int thread) {
     constexpr int kStages = kShape.send_stages;
-    SkipBegin();
     uint32_t used = 0, sums = 0;
     while (true) {
       AwaitFull<kStages>(parts.send_full, used);
@@ -399,7 +398,7 @@ class Combine {
                                                   RingShape ring, const Parts& parts,
                                                   int sender_warp, int senders) {
     constexpr int kStages = kShape.out_stages;
-    AwaitBegin();
+    AwaitBegin(state);
     Sender<kRanks> sender(params.common, state, channel, ring, kSlotBytes,
                           kPhaseCombineReuse, kPhaseCombineCredit, /*prompt=*/false);
     sender.Begin();
@@ -503,7 +502,7 @@ class Combine {
     const int num_tokens = TokensOfChannel(params.num_tokens, channel, ring.channels);
     RoutingBatches<kTopk, 2, 0> batches;
     batches.Start(parts.recv_batches, num_tokens, arrays, none, token_of);
-    AwaitBegin();
+    AwaitBegin(state);
     Receiver<kRanks> receiver(params.common, state, channel, ring, kSlotBytes,
                               kPhaseCombineRows);
 
@@ -516,7 +515,8 @@ class Combine {
         if (rank >= 0) receiver.Consume(rank);
       }
     };
-    // The next free stage, its description filled in; `owner` is of the lane's entry.
+    // The next free stage, its description filled in by the lane that will arrive for
+    // it; `owner` is of the lane's entry.
     const auto open = [&](int inputs, int leaf, int piece, int rank, int64_t token,
                           int owner) {
       const uint32_t stage = loaded % kStages;
@@ -524,7 +524,7 @@ class Combine {
       if (loaded >= kStages) credit(loaded - kStages + 1);
       Input* input = parts.recv_inputs + stage;
       __syncwarp();
-      if (Lane() == 0) {
+      if (Lane() == (rank < 0 ? 0 : rank & 31)) {
         input->inputs = inputs;
         input->leaf = leaf;
         input->piece = piece;
@@ -602,7 +602,6 @@ class Combine {
   __device__ static __forceinline__ void WriteSums(const CombineParams& params,
                                                    const Parts& parts, int thread) {
     constexpr int kStages = kShape.recv_stages;
-    SkipBegin();
     uint32_t used = 0;
     while (true) {
       AwaitFull<kStages>(parts.recv_full, used);

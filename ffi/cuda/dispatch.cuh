@@ -54,13 +54,15 @@ class Dispatch {
     const RingShape ring = MakeRing(kRanks, kSlotBytes, gridDim.x * kShape.channels);
     const int warp = threadIdx.x / 32;
     const int channel = blockIdx.x + (warp >> 1) * gridDim.x;
+    InitCall(state);
+    if (threadIdx.x == 0) *roles_left = 2 * kShape.channels;
+    __syncthreads();
     if (warp == 2 * kShape.channels) {
-      if (Lane() == 0) *roles_left = 2 * kShape.channels;
       BeginCall(common, signature, /*ring_call=*/true, state);
-      ZeroGaps(params, shared, roles_left);
+      ZeroGaps(params, state, shared, roles_left);
     } else {
       if (channel >= ring.channels) {
-        AwaitBegin();
+        // Nothing to do.
       } else if ((warp & 1) == 0) {
         Send(params, state, channel, ring, SenderShared(shared, warp >> 1));
       } else {
@@ -344,7 +346,7 @@ class Dispatch {
         }
       }
       if (!begun) {  // with the first loads under way
-        AwaitBegin();
+        AwaitBegin(state);
         sender.Begin();
         begun = true;
       }
@@ -422,7 +424,7 @@ class Dispatch {
                         kSources * kNumPieces,
                     arrays, none, index);
       InitBarriers(part.barriers, kStages);
-      AwaitBegin();
+      AwaitBegin(state);
       Receiver<kRanks> receiver(common, state, channel, ring, kSlotBytes,
                                 kPhaseDispatchRows);
 
@@ -489,8 +491,6 @@ class Dispatch {
         ++handled;
       }
       ptx::BulkWaitWritten<0>();
-    } else {
-      AwaitBegin();
     }
   }
 
@@ -502,13 +502,14 @@ class Dispatch {
 
   // Zeroes the rows between groups and after the last; one warp per block.
   __device__ static __forceinline__ void ZeroGaps(const DispatchParams& params,
-                                                  uint8_t* zeros, int* roles_left) {
+                                                  CallState* state, uint8_t* zeros,
+                                                  int* roles_left) {
     for (int i = Lane(); i < kZeroBytes / 16; i += 32) {
       reinterpret_cast<uint4*>(zeros)[i] = make_uint4(0, 0, 0, 0);
     }
     ptx::FenceSharedForBulk();
     __syncwarp();
-    AwaitBegin();
+    AwaitBegin(state);
     const int groups = params.num_local_experts;
     // Small gaps: a lane each, the rows of a gap dealt out to blocks.
     for (int group = Lane(); group < groups - 1; group += 32) {

@@ -86,11 +86,13 @@ class Layout {
     shared = ptx::HoldShared(shared);
     const uint64_t signature = reinterpret_cast<uint64_t>(params.slot) * 4 + 1;
     Layout layout(params, state, shared);
+    InitCall(state);
+    if (layout.holds_) layout.ClearCounts();
+    __syncthreads();
     if (threadIdx.x < 32) {
       BeginCall(params.common, signature, /*ring_call=*/false, state);
     }
-    if (layout.holds_) layout.ClearCounts();
-    AwaitBegin();
+    AwaitBegin(state);
     const int rounds = layout.Exchange();
     if (Lane() == 0) NoteStamp(state, kStampLastArrival);
     layout.CountTiles();

@@ -237,16 +237,6 @@ __device__ __forceinline__ void FenceGlobalForBulk() {
 
 // --- the rest ----------------------------------------------------------------------
 
-// Waits for `threads` threads at hardware barrier `id` (1 to 15).
-__device__ __forceinline__ void NamedBarrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The same without waiting: the calling threads only count.
-__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 __device__ __forceinline__ uint32_t Cycles() {
   uint32_t cycles;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
