@@ -164,7 +164,7 @@ def _ranks(exchange: Exchange) -> Figure:
     for rank, parts in enumerate(phases):
         at, spans = 0.0, []
         for name, length in parts.items():
-            spans.append((at, at + length, name, name))
+            spans.append((at, at + length, _fill(name), name))
             at += length
         rows.append((f"rank {rank}", spans))
         cells.append(
@@ -181,7 +181,11 @@ def _ranks(exchange: Exchange) -> Figure:
         f"{exchange.stage.capitalize()}, by rank: the longest is rank {slowest} "
         f"({shares})",
         "Each rank's time in pieces.",
-        [(name, _PHASES.get(name, name)) for name in names],
+        [(_fill(name), _PHASES.get(name, name)) for name in names],
     )
     table = Table(f"{exchange.stage} by rank", ("Rank", *names, "all"), cells)
     return Figure(lanes.draw(drawing, rows), table)
+
+
+def _fill(phase: str) -> str:
+    return phase if phase in _PHASES else "plain"
