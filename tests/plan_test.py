@@ -54,6 +54,11 @@ def test_numbers_of_the_benchmark():
     assert exchanges["dispatch"]["seconds"] == pytest.approx(911e-6, rel=0.01)
     assert exchanges["combine"]["seconds"] == pytest.approx(907e-6, rel=0.01)
     assert exchanges["combine backward"]["seconds"] == pytest.approx(909e-6, rel=0.01)
+    # K floats travel behind each row where the router's weights go and come back.
+    link = {name: found["traffic"]["link"] for name, found in exchanges.items()}
+    assert link["dispatch"] == link["dispatch backward"]
+    assert link["combine"] == link["combine backward"]
+    assert link["dispatch"] / link["combine"] == pytest.approx(14368 / 14336)
     assert exchanges["dispatch"]["binds"] == "link"
     assert exchanges["dispatch"]["sms"] == 28
     assert found["memory"]["receive_rows"] == 81920
