@@ -46,6 +46,7 @@ class MoE(nn.Module):
       logical_axes: names for the dimensions "expert", "hidden" and "intermediate", to
         put into the boxes in place of mesh axes; `nn.logical_axis_rules` map them.
       kernel_init: initialiser of every kernel. None is LeCun normal, per expert.
+      keep_topk_idx: whether the statistics hold `topk_idx`, for `jax_ep.record`.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax_ep.config import MoEConfig
@@ -70,6 +71,7 @@ class MoE(nn.Module):
     param_dtype: Any = jnp.float32
     logical_axes: Mapping[str, str] | None = None
     kernel_init: Callable[..., jax.Array] | None = None
+    keep_topk_idx: bool = False
 
     @nn.compact
     def __call__(
@@ -112,6 +114,7 @@ class MoE(nn.Module):
             token_mask=token_mask,
             key=self.make_rng("router") if self.has_rng("router") else None,
             placement=placement,
+            keep_topk_idx=self.keep_topk_idx,
         )
         if self.is_initializing():
             return out  # Or variables of `init` would carry the first call's loss.

@@ -37,6 +37,9 @@ class MoEStats:
       load_balance_loss: `[1]` float32, see `load_balance_loss`.
       router_z_loss: `[1]` float32, see `router_z_loss`.
       weighted_loss: `[1]` float32, the two times their weights in the config.
+      topk_idx: `[..., K]` int32, each token's experts, -1 where masked; inside a
+        shard_map of this rank's tokens. None unless the layer was asked for it
+        (`keep_topk_idx`); what `jax_ep.record` takes.
     """
 
     expert_load: jax.Array
@@ -49,6 +52,7 @@ class MoEStats:
     load_balance_loss: jax.Array
     router_z_loss: jax.Array
     weighted_loss: jax.Array
+    topk_idx: jax.Array | None = None
 
     @property
     def aux_loss(self) -> jax.Array:

@@ -1,5 +1,6 @@
 """The whole layer in ten lines, and the same over global arrays and a mesh."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ def moe(
     token_mask: jax.Array | None = None,
     key: jax.Array | None = None,
     placement: Placement | None = None,
+    keep_topk_idx: bool = False,
 ) -> tuple[jax.Array, MoEStats]:
     """A Mixture-of-Experts layer: router, layout, dispatch, experts, combine.
 
@@ -64,9 +66,11 @@ def moe(
       placement: which rank holds which experts, replicas included; the same on all
         ranks. The router, the losses and `expert_load` speak of logical experts still,
         and so do params: see `place_params`, whose exchange this adds.
+      keep_topk_idx: whether `MoEStats.topk_idx` holds the (logical) experts of the
+        tokens.
 
     Returns:
-      `out`, like x, and `MoEStats`, the same on all ranks.
+      `out`, like x, and `MoEStats`, the same on all ranks but for `topk_idx`.
 
     Raises:
       ValueError, TypeError: as the stages raise.
@@ -144,6 +148,9 @@ def moe(
         rounds=rounds,
         num_sequences=math.prod(x.shape[:-2]) if x.ndim > 2 else None,
     )
+    if keep_topk_idx:
+        kept = routing.topk_idx.reshape(*x.shape[:-1], config.num_experts_per_tok)
+        stats = dataclasses.replace(stats, topk_idx=kept)
     return out.reshape(x.shape), stats
 
 
@@ -211,6 +218,7 @@ def sharded_moe(
     token_mask: jax.Array | None = None,
     key: jax.Array | None = None,
     placement: Placement | None = None,
+    keep_topk_idx: bool = False,
 ) -> tuple[jax.Array, MoEStats]:
     """`moe` over global arrays: does the shard_map itself.
 
@@ -234,9 +242,11 @@ def sharded_moe(
       token_mask: bool, `x.shape[:-1]`, global; see `moe`.
       key: see `moe`.
       placement: see `moe`; global, as planned.
+      keep_topk_idx: see `moe`.
 
     Returns:
-      `out`, like x and sharded as x is, and `MoEStats`, replicated.
+      `out`, like x and sharded as x is, and `MoEStats`, replicated; `topk_idx` is split
+      as tokens are.
 
     Raises:
       ValueError: an expert axis among the data axes; a data axis that the mesh lacks; a
@@ -281,6 +291,7 @@ def sharded_moe(
             token_mask=token_mask,
             key=key,
             placement=placement,
+            keep_topk_idx=keep_topk_idx,
         )
     batch_names = tuple(n for n in mesh.axis_names if n in data_names + expert_names)
     num_shares = math.prod(mesh.shape[name] for name in batch_names)
@@ -296,12 +307,14 @@ def sharded_moe(
                 f"jax_ep.{op}: params.{name} must have shape {info.shape}, and has "
                 f"{shape}."
             )
-    call = _sharded(config, mesh, expert_names, data_names, batch_names, specs)
+    call = _sharded(
+        config, mesh, expert_names, data_names, batch_names, specs, keep_topk_idx
+    )
     return call(x, params, token_mask, key, placement)
 
 
 @functools.lru_cache(maxsize=256)
-def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
+def _sharded(config, mesh, expert_names, data_names, batch_names, specs, keep_topk_idx):
     """The jitted shard_map, made once, so that a call outside of jit compiles once."""
     batch = P(batch_names) if batch_names else P()
 
@@ -309,6 +322,10 @@ def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
     known = expert_names + data_names
     specs = jax.tree.map(lambda spec: keep_axes(spec, known), specs)
     in_specs = (batch, specs, batch, P(), P())
+    specs_of_stats: Any = P()
+    if keep_topk_idx:
+        by_name: dict[str, Any] = {f.name: P() for f in dataclasses.fields(MoEStats)}
+        specs_of_stats = MoEStats(**(by_name | dict(topk_idx=batch)))
 
     def local(x, params, token_mask, key, placement):
         return moe(
@@ -321,6 +338,7 @@ def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
             token_mask=token_mask,
             key=key,
             placement=placement,
+            keep_topk_idx=keep_topk_idx,
         )
 
     def call(x, params, token_mask, key, placement):
@@ -332,7 +350,7 @@ def _sharded(config, mesh, expert_names, data_names, batch_names, specs):
         )
         args = _reshard(args, used, mesh)
         out, stats = jax.shard_map(
-            local, mesh=mesh, in_specs=used, out_specs=(batch, P())
+            local, mesh=mesh, in_specs=used, out_specs=(batch, specs_of_stats)
         )(*args)
         if not given.mesh.empty:
             out = _reshard(out, given.spec, mesh)

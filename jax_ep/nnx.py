@@ -55,6 +55,7 @@ class MoE(nnx.Module):
         `nnx.logical_axis_rules`).
       kernel_init: initialiser of every kernel. None is LeCun normal, per expert.
       record_stats: whether calls set `stats`.
+      keep_topk_idx: whether they hold `topk_idx` too, for `jax_ep.record`.
       deterministic: as `MoEConfig.evaluation()` has it; `model.eval()` sets it.
       rngs: its `params` stream.
 
@@ -84,6 +85,7 @@ class MoE(nnx.Module):
         logical_axes: Mapping[str, str] | None = None,
         kernel_init: Callable[..., jax.Array] | None = None,
         record_stats: bool = True,
+        keep_topk_idx: bool = False,
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -94,6 +96,7 @@ class MoE(nnx.Module):
         self.mesh = mesh
         self.dtype = dtype
         self.record_stats = record_stats
+        self.keep_topk_idx = keep_topk_idx
         self.deterministic = deterministic
         self.stats = MoEStatistics(None)
         self.param_names = tuple(param_info(config))
@@ -150,6 +153,7 @@ class MoE(nnx.Module):
             token_mask=token_mask,
             key=key,
             placement=placement,
+            keep_topk_idx=self.keep_topk_idx,
         )
         if self.record_stats:
             self.stats.set_value(stats)

@@ -3,14 +3,18 @@
 import re
 import threading
 
+import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CPU_FFI
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_ep.linen
+import jax_ep.nnx
 from jax_ep.record import Metadata, Record, Recorder, ids, read
 
 
@@ -317,3 +321,86 @@ def test_replay_errors(tmp_path):
         f"{tmp_path / 'two'}: layer 0 has steps of different shapes [R, T, K], "
         "[(1, 4, 2), (1, 8, 2)]: choose one step."
     )
+
+
+CONFIG = jax_ep.MoEConfig(
+    num_experts=8,
+    num_experts_per_tok=2,
+    hidden_size=8,
+    moe_intermediate_size=8,
+    num_shared_experts=1,
+)
+
+
+def routed(x, router_kernel) -> np.ndarray:
+    """The two experts of the highest logits, by numpy."""
+    logits = np.asarray(x, np.float64) @ np.asarray(router_kernel, np.float64)
+    return np.argsort(-logits, axis=-1)[..., :2]
+
+
+@pytest.mark.jax_version
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_layer_tells_its_ids(kind):
+    """Global, split as the tokens are, and only where they are asked for."""
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(kind,) * 2)
+    params = jax_ep.init_params(jax.random.key(0), CONFIG)
+    x = jax.random.normal(jax.random.key(1), (8, 3, 8))
+    mask = jnp.arange(3)[None, :] < jnp.arange(8)[:, None]
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P(("data", "expert"))))
+        call = jax.jit(jax_ep.sharded_moe, static_argnames=("config", "keep_topk_idx"))
+        out, stats = call(x, params, config=CONFIG)
+        kept_out, kept = call(
+            x, params, config=CONFIG, token_mask=mask, keep_topk_idx=True
+        )
+    assert stats.topk_idx is None
+    assert kept.topk_idx.dtype == jnp.int32
+    assert kept.topk_idx.sharding.shard_shape((8, 3, 2)) == (1, 3, 2)
+    expected = np.where(mask[..., None], routed(x, params.router_kernel), -1)
+    np.testing.assert_array_equal(kept.topk_idx, expected)
+    np.testing.assert_array_equal(
+        np.where(mask[..., None], out, 0), np.where(mask[..., None], kept_out, 0)
+    )
+
+
+def test_ids_of_scanned_layers_stack(tmp_path):
+    """With gradients, under remat, straight into a recorder."""
+    mesh = CPU_FFI.mesh(expert=4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = jax.vmap(lambda key: jax_ep.init_params(key, CONFIG))(keys)
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, params):
+            out, stats = jax_ep.sharded_moe(
+                x, params, CONFIG, mesh=mesh, keep_topk_idx=True
+            )
+            return x + out, (stats.topk_idx, x)
+
+        out, (found, inputs) = jax.lax.scan(layer, x, params)
+        return (out**2).sum(), (found, inputs)
+
+    step = jax.jit(jax.grad(loss, has_aux=True))
+    _, (found, inputs) = step(params, x)
+    with Recorder(tmp_path / "run", num_experts=8, shares={"expert": 4}) as recorder:
+        recorder.add(0, found)
+    for n in range(3):
+        expected = routed(inputs[n], params.router_kernel[n]).reshape(1, 4, 2, 2)
+        np.testing.assert_array_equal(ids(read(tmp_path / "run"), layer=n), expected)
+
+
+def test_the_flax_layers_tell_their_ids():
+    """In the statistics, by each framework's means."""
+    x = jax.random.normal(jax.random.key(1), (4, 2, 8))
+    layer = jax_ep.nnx.MoE(CONFIG, keep_topk_idx=True, rngs=flax.nnx.Rngs(0))
+    layer(x)
+    expected = routed(x, layer.router_kernel[...])
+    np.testing.assert_array_equal(layer.stats.get_value().topk_idx, expected)
+
+    layer = jax_ep.linen.MoE(CONFIG, keep_topk_idx=True)
+    variables = layer.init(jax.random.key(0), x)
+    _, sown = layer.apply(variables, x, mutable=["intermediates"])
+    kernel = flax.linen.meta.unbox(variables)["params"]["router_kernel"]
+    (stats,) = sown["intermediates"]["moe_stats"]
+    np.testing.assert_array_equal(stats.topk_idx, routed(x, kernel))
