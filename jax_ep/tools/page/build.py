@@ -8,13 +8,17 @@ from jax_ep.tools.page import (
     load,
     overlap,
     padding,
+    profiled,
     summary,
 )
 from jax_ep.tools.page.document import Page
+from jax_ep.tools.profile import Profile
 
 
-def page(measurement: Measurement, diagnosis: Diagnosis) -> Page:
-    """The whole page of one run."""
+def page(
+    measurement: Measurement, diagnosis: Diagnosis, profile: Profile | None = None
+) -> Page:
+    """The whole page of one run, with what a profile shows if there is one."""
     return Page(
         title="jax_ep: where the time of an exchange goes",
         verdict=diagnosis.sentence,
@@ -25,6 +29,7 @@ def page(measurement: Measurement, diagnosis: Diagnosis) -> Page:
             padding.section(measurement, diagnosis),
             load.section(measurement, diagnosis),
             overlap.section(measurement),
+            *([] if profile is None else [profiled.section(profile)]),
             conditions.section(measurement),
             conditions.gaps(measurement),
         ],

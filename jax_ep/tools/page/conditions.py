@@ -67,4 +67,6 @@ def missing(measurement: Measurement) -> list[str]:
         found.append("The time of each rank's experts, so who is last in time.")
     if measurement.overlap is None:
         found.append("Overlap: no program with independent compute was run.")
+    if "not measured" in measurement.about:
+        found.append(f"As the benchmark says: {measurement.about['not measured']}.")
     return found
