@@ -93,7 +93,10 @@ def test_padding():
     assert found.expert_amplification == [128.0, 128.0, pytest.approx(128 / 126)]
     assert found.lost_seconds["padding"] == pytest.approx(0.006)
     assert found.held_back_by == "padding"
-    assert "3.00 rows of one: 6.00 ms" in found.sentence
+    assert found.sentence.endswith(
+        "make 3.00 rows of one; that share of the slowest rank's experts' time is "
+        "6.00 ms."
+    )
 
 
 def test_padding_is_within_the_capacity():
@@ -182,6 +185,12 @@ def test_overlap_of_the_background_text():
         (0.080, 0.020, 0.5, "50% of that happened"),
         (0.060, 0.0, 1.0, "100% of that happened"),
         (0.110, 0.050, -0.25, "none of that happened"),
+        (
+            0.050,
+            0.0,
+            1.25,
+            "all of that happened; the times of the parts vary by more than the rest",
+        ),
     ],
 )
 def test_overlap(measured, lost, share, words):

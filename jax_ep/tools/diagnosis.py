@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_ep.sizing import padding_amplification as amplification
 from jax_ep.tools.measurement import Load, Measurement, Overlap
 
 # Ranks whose slowest takes at most this much more than their mean are even.
@@ -113,20 +114,6 @@ def diagnose(measurement: Measurement) -> Diagnosis:
 def padded(rows: int, alignment: int) -> int:
     """Rows of a group of `rows` that ends on a multiple of `alignment`."""
     return -(-rows // alignment) * alignment
-
-
-def amplification(counts: Sequence[int], alignment: int) -> float:
-    """Processed rows over rows with a token: 1, 1 and 126 at 128 give 3.0.
-
-    Args:
-      counts: rows of each group; a group without rows is not processed.
-      alignment: A.
-
-    Returns:
-      At least 1; 1 where there are no rows at all.
-    """
-    rows = sum(counts)
-    return sum(padded(count, alignment) for count in counts) / rows if rows else 1.0
 
 
 def overlapped_seconds(communication: float, compute: float, tail: float = 0.0):
@@ -234,7 +221,10 @@ def _padding(load: Load, alignment: int, capacity: int) -> tuple[float | None, s
         last = int(np.argmax(seconds))
         lost.append(float(share[last] * seconds[last]))
     median = statistics.median(lost)
-    return median, f"{reason}: {duration(median)} of the slowest rank's experts' time."
+    return median, (
+        f"{reason}; that share of the slowest rank's experts' time is "
+        f"{duration(median)}."
+    )
 
 
 def padded_rows(groups: np.ndarray, alignment: int) -> np.ndarray:
@@ -280,6 +270,10 @@ def _overlap(overlap: Overlap | None) -> tuple[float | None, str]:
         hidden = "nothing could overlap"
     elif share < 0.005:
         hidden = "none of that happened"
+    elif share > 1:
+        hidden = (
+            "all of that happened; the times of the parts vary by more than the rest"
+        )
     else:
         hidden = f"{share:.0%} of that happened"
     return lost, (

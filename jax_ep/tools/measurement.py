@@ -50,7 +50,8 @@ class Ceilings:
       egress: out of one rank to all others at once; None where there is no link (CPU
         devices of one process).
       ingress: into one rank from all others at once.
-      memory: of one rank's memory, read plus written; of CPU devices, of all of them.
+      memory: of one rank's memory, read plus written; of CPU devices, of all of them,
+        at as many bytes as an exchange writes.
     """
 
     egress: float | None

@@ -11,8 +11,8 @@ import ctypes
 import dataclasses
 import pathlib
 import statistics
-
-import jax
+from collections.abc import Sequence
+from typing import Any
 
 from jax_ep import nvrtc
 
@@ -30,20 +30,20 @@ class Ceilings:
     """Bytes per second.
 
     Attributes:
-      egress: out of each GPU while all send to all, with every SM.
+      egress: out of each GPU while all send to all, with every SM; None of one GPU.
       egress_by_sms: the same by how many SMs send.
-      ingress: into one GPU while all others send to it.
+      ingress: into one GPU while all others send to it; None of one GPU.
       memory: read plus written of one GPU that copies its own memory.
     """
 
-    egress: float
+    egress: float | None
     egress_by_sms: dict[int, float]
-    ingress: float
+    ingress: float | None
     memory: float
 
 
-def measure(devices: list[jax.Device]) -> Ceilings:
-    """Measures them with the CUDA devices of this process, at least two of them.
+def measure(devices: Sequence[Any]) -> Ceilings:
+    """Measures them with the CUDA devices of this process.
 
     Raises:
       ImportError: no cuda-python. RuntimeError: what the driver says.
@@ -59,13 +59,14 @@ def measure(devices: list[jax.Device]) -> Ceilings:
         for rank in range(ranks)
     ]
     sent = ROWS * ROW_BYTES
-    by_sms = {}
-    for sms in sorted({32, gpus[0].num_sms - 32, gpus[0].num_sms}):
-        seconds = _time(gpus, source, everyone, ROWS, sms)
-        by_sms[sms] = sent * (ranks - 1) / seconds
-    one = [[landing[gpus[0]][rank]] for rank in range(1, ranks)]
-    seconds = _time(gpus[1:], source[1:], one, ROWS, gpus[0].num_sms)
-    ingress = sent * (ranks - 1) / seconds
+    by_sms, ingress = {}, None
+    if ranks > 1:
+        for sms in sorted({32, gpus[0].num_sms - 32, gpus[0].num_sms}):
+            seconds = _time(gpus, source, everyone, ROWS, sms)
+            by_sms[sms] = sent * (ranks - 1) / seconds
+        one = [[landing[gpus[0]][rank]] for rank in range(1, ranks)]
+        seconds = _time(gpus[1:], source[1:], one, ROWS, gpus[0].num_sms)
+        ingress = sent * (ranks - 1) / seconds
     first = gpus[:1]
     source = [first[0].allocate(COPY_ROWS)]
     target = [[first[0].allocate(COPY_ROWS)]]
@@ -73,7 +74,7 @@ def measure(devices: list[jax.Device]) -> Ceilings:
     memory = 2 * COPY_ROWS * ROW_BYTES / seconds
     for gpu in gpus:
         gpu.free()
-    return Ceilings(max(by_sms.values()), by_sms, ingress, memory)
+    return Ceilings(max(by_sms.values(), default=None), by_sms, ingress, memory)
 
 
 def _time(gpus, sources, targets, num_rows: int, num_sms: int) -> float:
@@ -104,8 +105,8 @@ def source_text() -> str:
 class _Gpu:
     """A device of this process by the driver's own interface, in JAX's context."""
 
-    def __init__(self, device: jax.Device):
-        from cuda.bindings import driver
+    def __init__(self, device: Any):
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
         self.driver = driver
         self._call(driver.cuInit, 0)
@@ -136,7 +137,7 @@ class _Gpu:
         self._events = [self._call(driver.cuEventCreate, 0) for _ in range(2)]
         self._memory = []
 
-    def _call(self, function, *args):
+    def _call(self, function, *args) -> Any:
         result, *values = function(*args)
         if result != self.driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{function.__name__}: {result.name}")

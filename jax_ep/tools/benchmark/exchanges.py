@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep.layout import Implementation
 
 AXIS = "expert"
 
@@ -30,6 +31,7 @@ class Layer:
       num_sms: of the kernels, None for their default.
       expert_alignment: A.
       dtype: of the rows.
+      stamps: whether calls note when their phases began and ended.
     """
 
     tokens: int
@@ -40,8 +42,11 @@ class Layer:
     num_sms: int | None = None
     expert_alignment: int = 1
     dtype: str = "bfloat16"
+    stamps: bool = False
 
-    def layout(self, ids, implementation="ffi") -> jax_ep.Handle:
+    def layout(
+        self, ids, implementation: Implementation | None = "ffi"
+    ) -> jax_ep.Handle:
         """The handle of `[T, K]` ids."""
         return jax_ep.dispatch_layout(
             ids,
@@ -50,7 +55,12 @@ class Layer:
             expert_alignment=self.expert_alignment,
             num_sms=self.num_sms,
             implementation=implementation,
+            stamps=self.stamps,
         )
+
+    def of(self, handle: jax_ep.Handle) -> jax_ep.Handle:
+        """A handle made elsewhere, whose calls run as this layer's."""
+        return dataclasses.replace(handle, num_sms=self.num_sms, stamps=self.stamps)
 
 
 def on_ranks(function: Callable, mesh: Mesh, **keywords):
@@ -86,24 +96,26 @@ def layout_step(layer: Layer, ids):
 
 def dispatch_step(layer: Layer, x, handle, weights):
     """Rows and weights to the experts."""
-    handle = dataclasses.replace(handle, num_sms=layer.num_sms)
+    handle = layer.of(handle)
     return after(x, jax_ep.dispatch(x, handle, weights)[0])
 
 
 def combine_step(layer: Layer, y, handle):
     """Rows of experts, summed, to their tokens."""
-    handle = dataclasses.replace(handle, num_sms=layer.num_sms)
+    handle = layer.of(handle)
     return after(y, jax_ep.combine(y, handle))
 
 
 def dispatch_backward_step(layer: Layer, d_recv, d_recv_weights, handle, x, weights):
     """Cotangents of rows and of their weights to cotangents of x and weights."""
+    handle = layer.of(handle)
     _, pull_back = jax.vjp(lambda *a: jax_ep.dispatch(a[0], handle, a[1]), x, weights)
     return after(d_recv, pull_back((d_recv, d_recv_weights))[0])
 
 
 def combine_backward_step(layer: Layer, d_out, handle, y):
     """Cotangents of the sums to cotangents of the rows."""
+    handle = layer.of(handle)
     _, pull_back = jax.vjp(lambda y: jax_ep.combine(y, handle), y)
     return after(d_out, pull_back(d_out)[0])
 

@@ -7,7 +7,9 @@ import numpy as np
 KINDS = ("uniform", "zipf", "one-hot")
 
 
-def make_ids(kind: str, ranks: int, tokens: int, topk: int, experts: int) -> np.ndarray:
+def make_ids(
+    kind: str, ranks: int, tokens: int, topk: int, experts: int, seed: int = 0
+) -> np.ndarray:
     """`[R, T, K]` int32, K different experts for each token.
 
     uniform: all alike. zipf: expert e is wanted in proportion to 1/(e+1), so the first
@@ -16,7 +18,7 @@ def make_ids(kind: str, ranks: int, tokens: int, topk: int, experts: int) -> np.
     """
     if kind == "one-hot":
         return np.broadcast_to(np.arange(topk, dtype=np.int32), (ranks, tokens, topk))
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     # The K largest of these are K draws without repetition.
     scores = random.gumbel(size=(ranks, tokens, experts)).astype(np.float32)
     if kind == "zipf":
@@ -72,11 +74,10 @@ class Bytes:
 
     def floor(self, ceilings) -> float:
         """Seconds at the measured ceilings: of the slower, link or memory."""
-        return max(
-            self.egress / ceilings.egress,
-            self.ingress / ceilings.ingress,
-            self.memory / ceilings.memory,
-        )
+        floors = [self.memory / ceilings.memory]
+        if ceilings.egress and ceilings.ingress:
+            floors += [self.egress / ceilings.egress, self.ingress / ceilings.ingress]
+        return max(floors)
 
 
 def dispatch_bytes(

@@ -11,17 +11,33 @@ WARM_UPS, REPEATS, SECONDS = 3, 5, 0.1  # runs before, and of which the median c
 MAX_IN_FLIGHT = 25  # launches; jax < 0.12 bears no more than 32
 
 
-def measure(program, carry, constants, count: int):
+def measure(
+    program,
+    carry,
+    constants,
+    count: int,
+    seconds: float = SECONDS,
+    warm_ups: int = WARM_UPS,
+):
     """Seconds of one step: launches in flight, wall time over all steps of all of them.
 
-    Returns the carry, the median, and the spread of the repeats over it.
+    Args:
+      program: a compiled chain of `count` steps.
+      carry: its first argument, which it gives back.
+      constants: the others.
+      count: steps of one launch.
+      seconds: of a repeat, about.
+      warm_ups: runs before.
+
+    Returns:
+      The carry, the median, and the spread of the repeats over it.
     """
-    for _ in range(WARM_UPS):
+    for _ in range(warm_ups):
         carry = jax.block_until_ready(program(carry, *constants))
     start = time.perf_counter()
     carry = jax.block_until_ready(program(carry, *constants))
     one = time.perf_counter() - start
-    launches = int(min(MAX_IN_FLIGHT, max(2, SECONDS / one)))
+    launches = int(min(MAX_IN_FLIGHT, max(2, seconds / one)))
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()

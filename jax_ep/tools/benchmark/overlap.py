@@ -1,0 +1,93 @@
+"""Communication beside compute that needs none: what that could save, and saves."""
+
+import functools
+import tempfile
+from collections.abc import Callable
+
+import jax
+
+from jax_ep.params import MoEParams
+from jax_ep.tools import profile
+from jax_ep.tools.benchmark import timing
+from jax_ep.tools.benchmark.exchanges import unrolled
+from jax_ep.tools.benchmark.layer import STEPS
+from jax_ep.tools.benchmark.setting import Bench
+from jax_ep.tools.measurement import Overlap, Span
+from jax_ep.tools.profile_events import ISSUE, WAIT
+
+# In a graph, kernels of libraries have lost the scope that they come from.
+_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+
+
+def overlap(
+    bench: Bench,
+    arrays: dict,
+    params: MoEParams,
+    tell: Callable[[str], None],
+    count: int,
+) -> Overlap:
+    """Times the parts and the whole, and traces one step of the whole.
+
+    The shared expert needs no exchange, and no exchange needs it: it may run beside
+    either. The experts need what dispatch brings and combine needs them, so ideal is
+    `max(communication, shared) + experts`.
+
+    Args:
+      bench: the exchange.
+      arrays: its arrays.
+      params: of the experts, and of a shared one or none.
+      tell: what is about to be measured.
+      count: steps of a chain.
+    """
+    arrays = {**arrays, "params": params}
+    names = ["communication", "experts", "layer"]
+    if params.shared_down_proj is not None:
+        names.append("shared")
+    seconds = {"shared": 0.0}
+    for name in names:
+        tell(f"overlap: {name}")
+        program, carry, constants = _program(bench, arrays, name, count)
+        _, seconds[name], _ = timing.measure(program, carry, constants, count)
+    tell("overlap: timeline")
+    communication, independent = seconds["communication"], seconds["shared"]
+    return Overlap(
+        communication_seconds=communication,
+        compute_seconds=seconds["experts"],
+        independent_seconds=independent,
+        serial_seconds=communication + seconds["experts"] + independent,
+        ideal_seconds=max(communication, independent) + seconds["experts"],
+        measured_seconds=seconds["layer"],
+        spans=timeline(bench, arrays),
+    )
+
+
+def timeline(bench: Bench, arrays: dict) -> list[Span]:
+    """One step of the whole layer, from a profile: host and ranks on one clock.
+
+    It is compiled without CUDA graphs, so that every kernel keeps its scope; the host
+    therefore issues kernel by kernel.
+    """
+    options = _NO_GRAPHS if bench.mesh.devices.flat[0].platform == "gpu" else None
+    program, carry, constants = _program(bench, arrays, "layer", 1, options)
+    for _ in range(timing.WARM_UPS):
+        carry = jax.block_until_ready(program(carry, *constants))
+    settings = jax.profiler.ProfileOptions()
+    settings.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=settings):
+            with jax.profiler.TraceAnnotation(ISSUE):
+                carry = program(carry, *constants)
+            with jax.profiler.TraceAnnotation(WAIT):
+                jax.block_until_ready(carry)
+        found = profile.read(folder)
+    start = min(span.start for span in found.host)
+    return found.spans(start)
+
+
+def _program(bench, arrays, name: str, count: int, options=None):
+    """A compiled chain with its carry, a copy since it is given away, and constants."""
+    step, carry, constants = STEPS[name]
+    chain = unrolled(functools.partial(step, bench.layer), bench.mesh, count)
+    args = [arrays[carry].copy(), *(arrays[each] for each in constants)]
+    compiled = chain.lower(*args).compile(compiler_options=options)
+    return compiled, args[0], args[1:]
