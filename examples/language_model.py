@@ -40,11 +40,11 @@ def rotate(x: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """Attention, then a MoE layer; each adds to what came in."""
 
-    def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
+    def __init__(self, config: MoEConfig, keep_topk_idx: bool, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
         self.attention = Attention(config.hidden_size, rngs)
         self.moe_norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
-        self.moe = MoE(config, rngs=rngs)
+        self.moe = MoE(config, keep_topk_idx=keep_topk_idx, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x))
@@ -54,10 +54,19 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Bytes `[B, S]` to the logits `[B, S, 256]` of the bytes after them."""
 
-    def __init__(self, config: MoEConfig, num_layers: int, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: MoEConfig,
+        num_layers: int,
+        rngs: nnx.Rngs,
+        *,
+        keep_topk_idx: bool = False,
+    ):
         small, hidden = nnx.initializers.normal(0.02), config.hidden_size
         self.embed = nnx.Embed(256, hidden, embedding_init=small, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(num_layers)])
+        self.blocks = nnx.List(
+            [Block(config, keep_topk_idx, rngs) for _ in range(num_layers)]
+        )
         self.norm = nnx.RMSNorm(hidden, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -86,16 +95,20 @@ def loss_and_stats(model: LanguageModel, windows: jax.Array):
 
 @nnx.jit(donate_argnums=(0, 1))
 def train_step(model: LanguageModel, optimizer: nnx.Optimizer, windows: jax.Array):
-    """Updates both; returns loss, rows dropped and slots per expert `[layers, E]`."""
+    """Updates both.
+
+    Returns loss, rows dropped and slots per expert `[layers, E]`; and where the model
+    keeps them, the experts of all bytes `[layers, B, S, K]`, else None.
+    """
 
     def objective(model):
         loss, stats = loss_and_stats(model, windows)
         metrics = loss, stats.num_dropped.sum(), stats.expert_load
-        return loss + stats.aux_loss, metrics
+        return loss + stats.aux_loss, (metrics, stats.topk_idx)
 
-    gradient, metrics = nnx.grad(objective, has_aux=True)(model)
+    gradient, results = nnx.grad(objective, has_aux=True)(model)
     optimizer.update(model, gradient)
-    return metrics
+    return results
 
 
 @nnx.jit

@@ -7,6 +7,7 @@ back. Ctrl-C saves a checkpoint and stops; --resume goes on from it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,8 +26,11 @@ from rich.console import Console
 from rich.text import Text
 from training import Run, Settings
 
+from jax_ep.record import Recorder
+
 CPU_DEVICES = 8
 OUT = Path("runs/train_moe")
+RECORD_EVERY = 10
 # What a checkpoint fixes: its arrays' shapes, and the order of its batches.
 FIXED = ("layers", "hidden", "experts", "topk", "seed")
 
@@ -35,6 +39,7 @@ def main() -> int:
     parser = command_line()
     given = vars(parser.parse_args())
     resume, out = given.pop("resume", False), given.pop("out", OUT)
+    record, every = given.pop("record", None), given.pop("record_every", RECORD_EVERY)
     try:
         settings = choose_settings(given, out / "settings.json", resume)
         mesh = device_mesh(settings)
@@ -50,6 +55,10 @@ def main() -> int:
         parser.error(f"--out {out}: {error.strerror}")
     except ValueError as error:
         parser.error(str(error))
+    try:
+        recorder = open_recorder(record, every, settings, mesh) if record else None
+    except OSError as error:
+        parser.error(f"--record {error.filename}: {error.strerror}")
 
     console = Console()
     platform = mesh.devices.flat[0].platform
@@ -57,8 +66,8 @@ def main() -> int:
         f"mesh {dict(mesh.shape)} of {platform} devices; files in {out}", soft_wrap=True
     )
     try:
-        with jax.set_mesh(mesh), checkpoints:
-            run = Run(settings, checkpoints)
+        with jax.set_mesh(mesh), checkpoints, recorder or contextlib.nullcontext():
+            run = Run(settings, checkpoints, recorder)
             if resume:
                 run.restore()
             is_done = run.train(console)
@@ -76,6 +85,17 @@ def main() -> int:
         )
         return 130
     return 0
+
+
+def open_recorder(path: Path, every: int, settings: Settings, mesh: Mesh) -> Recorder:
+    model = f"train_moe.py, {settings.layers} layers of {settings.hidden} features"
+    return Recorder(
+        path,
+        num_experts=settings.experts,
+        shares=dict(mesh.shape),
+        model=model,
+        every=every,
+    )
 
 
 def report(run: Run, out: Path, console: Console) -> None:
@@ -135,7 +155,8 @@ def command_line() -> Parser:
   train_moe.py                           two or three minutes on two CPU cores
   train_moe.py --experts 32 --topk 4     more and smaller choices
   train_moe.py --data 1 --expert 8       experts spread over all eight devices
-  train_moe.py --resume --steps 1000     longer, from the last checkpoint""",
+  train_moe.py --resume --steps 1000     longer, from the last checkpoint
+  train_moe.py --record run.routing      and record where the bytes went""",
     )
     default = Settings()
     model = parser.add_argument_group("model").add_argument
@@ -184,6 +205,18 @@ def command_line() -> Parser:
     training("--seed", type=at_least(0), metavar="N", help=f"[{default.seed}]")
     training("--out", type=Path, metavar="DIR", help=f"for all files [{OUT}]")
     training("--resume", action="store_true", help="go on from the checkpoint in --out")
+    training(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="writes the experts that every byte went to, for `python -m jax_ep`",
+    )
+    training(
+        "--record-every",
+        type=at_least(1),
+        metavar="N",
+        help=f"of every Nth step [{RECORD_EVERY}]",
+    )
     training("--help", "-h", action="help", help="show this and exit")
     return parser
 

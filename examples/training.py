@@ -20,6 +20,7 @@ from rich import progress
 from rich.console import Console
 
 from jax_ep import MoEConfig
+from jax_ep.record import Recorder
 
 CONTEXT = 128  # Bytes that the model sees.
 SEQUENCES = 16  # In a batch, over all devices.
@@ -51,8 +52,14 @@ class Settings:
 class Run:
     """A model in training, with its text, its history and its checkpoints."""
 
-    def __init__(self, settings: Settings, checkpoints: ocp.CheckpointManager):
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoints: ocp.CheckpointManager,
+        recorder: Recorder | None = None,
+    ):
         self.settings, self.checkpoints = settings, checkpoints
+        self.recorder = recorder
         self.mesh = jax.sharding.get_mesh()
         self.sharding = NamedSharding(self.mesh, P(("data", "expert")))
         self.num_sequences = max(1, SEQUENCES // self.mesh.size) * self.mesh.size
@@ -71,7 +78,12 @@ class Run:
             router_z_loss_weight=ROUTER_Z_LOSS,
             implementation=settings.implementation,
         )
-        self.model = lm.LanguageModel(config, settings.layers, nnx.Rngs(settings.seed))
+        self.model = lm.LanguageModel(
+            config,
+            settings.layers,
+            nnx.Rngs(settings.seed),
+            keep_topk_idx=recorder is not None,
+        )
         warmup = min(WARMUP_STEPS, settings.steps // 2)
         rate = optax.warmup_cosine_decay_schedule(
             0, LEARNING_RATE, warmup, settings.steps, LEARNING_RATE / 10
@@ -148,7 +160,10 @@ class Run:
                 self.text, self.num_sequences, length, seed=seed, step=step
             )
             windows = jax.device_put(windows, self.sharding)
-            launched.append(lm.train_step(self.model, self.optimizer, windows))
+            metrics, ids = lm.train_step(self.model, self.optimizer, windows)
+            launched.append(metrics)
+            if self.recorder is not None:
+                self.recorder.add(step, ids)
         for loss, dropped, load in jax.device_get(launched):
             self.history["loss"].append(float(loss))
             self.history["dropped"].append(int(dropped))

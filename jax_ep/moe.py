@@ -1,18 +1,15 @@
-"""The whole layer in ten lines, and the same over global arrays and a mesh."""
+"""The whole layer in ten lines, for use inside a shard_map; `sharded_moe` has its own."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jax_ep.axis import axis_label, expert_axis
+from jax_ep.axis import expert_axis
 from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
@@ -20,14 +17,7 @@ from jax_ep.dropless import in_rounds
 from jax_ep.experts import experts, shared_experts
 from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
-from jax_ep.params import (
-    MoEParams,
-    check_params,
-    keep_axes,
-    names_of,
-    param_info,
-    param_specs,
-)
+from jax_ep.params import MoEParams, check_params, names_of
 from jax_ep.placement import Placement, place_params, place_topk
 from jax_ep.router import router
 
@@ -204,185 +194,3 @@ def _gather_data_axes(params, specs, data_names):
         return weight
 
     return jax.tree.map(gather, params, specs)
-
-
-def sharded_moe(
-    x: jax.Array,
-    params: MoEParams,
-    config: MoEConfig,
-    *,
-    mesh: Any = None,
-    axis_name: str | Sequence[str] = "expert",
-    data_axes: str | Sequence[str] | None = None,
-    specs: MoEParams | None = None,
-    token_mask: jax.Array | None = None,
-    key: jax.Array | None = None,
-    placement: Placement | None = None,
-    keep_topk_idx: bool = False,
-) -> tuple[jax.Array, MoEStats]:
-    """`moe` over global arrays: does the shard_map itself.
-
-    Call it outside of any shard_map, under `jax.jit` or not. The first dimension of x
-    is split over `data_axes` and the expert axis. Weights that are also split over data
-    axes (FSDP) are gathered inside, so their gradients are reduce-scattered. Inside a
-    fully manual shard_map, where x and params are this rank's share, it is `moe`.
-
-    Args:
-      x: `[B, ..., H]`, global.
-      params: global `MoEParams`, all E experts.
-      config: the layer.
-      mesh: `jax.sharding.Mesh` of Auto or Explicit axes. None is that of the context
-        (`jax.set_mesh`), or the one that x or params are sharded over; without any,
-        one device.
-      axis_name: mesh axis, or tuple of axes, that the experts are split over. One that
-        the mesh lacks has size 1.
-      data_axes: mesh axes that tokens are split over besides. None is all others.
-      specs: `MoEParams` of `PartitionSpec`, how the weights are stored; None is
-        `param_specs(config, expert=axis_name)`.
-      token_mask: bool, `x.shape[:-1]`, global; see `moe`.
-      key: see `moe`.
-      placement: see `moe`; global, as planned.
-      keep_topk_idx: see `moe`.
-
-    Returns:
-      `out`, like x and sharded as x is, and `MoEStats`, replicated; `topk_idx` is split
-      as tokens are.
-
-    Raises:
-      ValueError: an expert axis among the data axes; a data axis that the mesh lacks; a
-        first dimension that the axes do not divide; otherwise as `moe`.
-
-    Derivative: as of `moe`; a mean over the global output has the gradients that one
-    device would compute.
-    """
-    op = "sharded_moe"
-    context = jax.sharding.get_abstract_mesh()
-    if context.manual_axes:
-        mesh = context
-    elif mesh is None:
-        mesh = _mesh((x, params))
-    expert_names = names_of(axis_name)
-    data_names = names_of(data_axes)
-    for name in data_names:
-        if name in expert_names:
-            raise ValueError(
-                f'jax_ep.{op}: data_axes (="{axis_label(data_names)}") must not have '
-                f'"{name}", which is the expert axis: tokens are always split over it.'
-            )
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f'jax_ep.{op}: data_axes (="{axis_label(data_names)}") must name axes '
-                f"of the mesh, which has {tuple(mesh.axis_names)}."
-            )
-    expert_names = tuple(name for name in expert_names if name in mesh.axis_names)
-    if data_axes is None:
-        data_names = tuple(n for n in mesh.axis_names if n not in expert_names)
-    if specs is None:
-        specs = param_specs(config, expert=expert_names)
-    check_params(op, params, config)
-    if context.manual_axes:
-        return moe(
-            x,
-            params,
-            config,
-            axis_name=expert_names,
-            data_axes=data_names,
-            specs=specs,
-            token_mask=token_mask,
-            key=key,
-            placement=placement,
-            keep_topk_idx=keep_topk_idx,
-        )
-    batch_names = tuple(n for n in mesh.axis_names if n in data_names + expert_names)
-    num_shares = math.prod(mesh.shape[name] for name in batch_names)
-    if x.ndim < 2 or x.shape[0] % num_shares:
-        raise ValueError(
-            f"jax_ep.{op}: x must have shape [B, ..., H] with B divisible by the "
-            f'{num_shares} shares over "{axis_label(batch_names)}", and has {x.shape}.'
-        )
-    for name, info in param_info(config).items():
-        shape = getattr(params, name).shape
-        if shape != info.shape:
-            raise ValueError(
-                f"jax_ep.{op}: params.{name} must have shape {info.shape}, and has "
-                f"{shape}."
-            )
-    call = _sharded(
-        config, mesh, expert_names, data_names, batch_names, specs, keep_topk_idx
-    )
-    return call(x, params, token_mask, key, placement)
-
-
-@functools.lru_cache(maxsize=256)
-def _sharded(config, mesh, expert_names, data_names, batch_names, specs, keep_topk_idx):
-    """The jitted shard_map, made once, so that a call outside of jit compiles once."""
-    batch = P(batch_names) if batch_names else P()
-
-    # Other axes than these are gathered by JAX at the border of the shard_map.
-    known = expert_names + data_names
-    specs = jax.tree.map(lambda spec: keep_axes(spec, known), specs)
-    in_specs = (batch, specs, batch, P(), P())
-    specs_of_stats: Any = P()
-    if keep_topk_idx:
-        by_name: dict[str, Any] = {f.name: P() for f in dataclasses.fields(MoEStats)}
-        specs_of_stats = MoEStats(**(by_name | dict(topk_idx=batch)))
-
-    def local(x, params, token_mask, key, placement):
-        return moe(
-            x,
-            params,
-            config,
-            axis_name=expert_names,
-            data_axes=data_names,
-            specs=specs,
-            token_mask=token_mask,
-            key=key,
-            placement=placement,
-            keep_topk_idx=keep_topk_idx,
-        )
-
-    def call(x, params, token_mask, key, placement):
-        given = jax.typeof(x).sharding
-        args = (x, params, token_mask, key, placement)
-        used = tuple(
-            spec if value is not None else None
-            for spec, value in zip(in_specs, args, strict=True)
-        )
-        args = _reshard(args, used, mesh)
-        out, stats = jax.shard_map(
-            local, mesh=mesh, in_specs=used, out_specs=(batch, specs_of_stats)
-        )(*args)
-        if not given.mesh.empty:
-            out = _reshard(out, given.spec, mesh)
-        return out, stats
-
-    return jax.jit(call)
-
-
-def _reshard(tree, specs, mesh):
-    """Arrays as a shard_map wants them on Explicit axes; Auto axes need nothing."""
-    explicit = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
-    if not explicit:
-        return tree
-
-    def reshard(spec, value):
-        spec = keep_axes(spec, explicit)
-        return jax.tree.map(
-            lambda leaf: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), value
-        )
-
-    return jax.tree.map(reshard, specs, tree, is_leaf=lambda s: isinstance(s, P))
-
-
-def _mesh(tree):
-    """The mesh of the context, else of the arrays' types, else of one device."""
-    meshes = [jax.sharding.get_abstract_mesh()]
-    meshes += [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree)]
-    for mesh in meshes:
-        if not mesh.empty:
-            return mesh
-    return jax.sharding.AbstractMesh((1,), ("expert",), axis_types=(AxisType.Auto,))

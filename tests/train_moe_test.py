@@ -11,12 +11,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jax_ep.record import read
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_moe.py"
 STEPS = 200
 SMALL = f"--layers 1 --hidden 32 --experts 4 --expert 2 --data 1 --steps {STEPS}"
 
 
-def start(out: Path, *more: str) -> subprocess.Popen:
+def start(out: Path, *more: str | Path) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-W", "error", EXAMPLE, *SMALL.split(), "--out", out, *more],
         env=dict(os.environ, JAX_PLATFORMS="cpu"),
@@ -47,7 +49,9 @@ def last_checkpoint(out: Path):
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
-    whole, stopped = start(tmp_path / "whole"), start(tmp_path / "stopped")
+    recorded = tmp_path / "whole.routing"
+    whole = start(tmp_path / "whole", "--record", recorded, "--record-every", "50")
+    stopped = start(tmp_path / "stopped")
     with whole, stopped:
         for line in stopped.stdout:
             if line.startswith("step 50:"):
@@ -79,6 +83,18 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, expected_arrays[name], err_msg=name)
 
+    recording = read(recorded)
+    assert recording.is_complete and recording.steps == (0, 50, 100, 150)
+    assert recording.metadata.shares == {"data": 1, "expert": 2}
+    for step, (ids,) in zip(recording.steps, layers(recording), strict=True):
+        assert ids.shape == (16, 128, 2)
+        load = [(ids == expert).sum() for expert in range(4)]
+        assert [load] == history["load"][step]
+
+
+def layers(recording):
+    return [list(record.topk_idx.values()) for record in recording]
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -96,6 +112,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
             "--capacity-factor must be at least 1 / --topk (=0.5), and is 0.1",
         ),
         ("--resume --out OUT", "--resume: there is no run in OUT"),
+        (
+            "--out OUT --record OUT/no/run",
+            "--record OUT/no/run.partial: No such file or directory",
+        ),
     ],
 )
 def test_bad_arguments_give_one_line(arguments, message, tmp_path, monkeypatch, capsys):
