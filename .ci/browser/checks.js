@@ -66,6 +66,8 @@ for (const element of document.querySelectorAll("body *")) {
   const { left, right } = box(element);
   if (right > width + 1 || left < -1) complain(`outside the window (${left}, ${right})`, element);
   const style = getComputedStyle(element);
+  if (element.matches("th, td") && element.scrollWidth > element.clientWidth + 1)
+    complain("text runs out of its cell", element);
   if (style.overflowX === "hidden" && element.scrollWidth > element.clientWidth + 1 &&
       !(element instanceof SVGElement)) complain("cut off", element);
 }

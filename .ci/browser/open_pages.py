@@ -39,6 +39,12 @@ BROKEN = (
     ),
     ("clipped", 'text-anchor="end"', 'text-anchor="start"', "text clipped"),
     ("over", "text.note {", "text.note { translate: 0 -42px;", "text over"),
+    (
+        "cell",
+        ".facts th {",
+        ".facts td { white-space: nowrap !important } x {",
+        "its cell",
+    ),
     ("pale", "--muted: #545d68", "--muted: #9aa3ad", "contrast"),
     ("pale box", "--compute: #8592a0", "--compute: #e0e0e0", "of a box"),
     ("table", "<tbody>", "<tbody hidden></tbody><tfoot>", "without a table"),

@@ -24,7 +24,10 @@ def section(measurement: Measurement) -> Section:
         f"E {layer.experts}, R {layer.ranks}, C {layer.capacity}, expert alignment "
         f"{layer.expert_alignment}, {layer.dtype}"
     )
-    rows = [(name.replace("_", " "), text) for name, text in measurement.about.items()]
+    rows = [
+        (name.replace("_", " "), text or "none")
+        for name, text in measurement.about.items()
+    ]
     rows += [("shapes", shapes), ("routing", measurement.routing)]
     if ceilings is not None:
         links = [

@@ -1,9 +1,12 @@
 """The section on overlap: serial, ideal and measured, and one step on a timeline."""
 
+from typing import Any
+
 from jax_ep.tools.measurement import Measurement, Overlap, Span
 from jax_ep.tools.page import bars, lanes, units
 from jax_ep.tools.page.document import Figure, Finding, Part, Section, Table
 from jax_ep.tools.page.drawing import Drawing
+from jax_ep.tools.profile import shared_seconds, union
 
 _FILLS = {"issue": "plain"}  # Not the fill of a stage's phase.
 _KEY = {
@@ -21,13 +24,20 @@ def section(measurement: Measurement) -> Section:
         return Section("overlap", "Overlap", ["Overlap was not measured."])
     parts: list[Part] = [
         Finding(finding(overlap)),
-        "A call of jax_ep is one operation on its device's stream: what follows it "
-        "there waits until it is over. So today's single calls overlap nothing by "
-        "themselves; only compute that needs no exchange (here a shared expert) can "
-        "run beside one, and only if XLA puts it there.",
+        "A call of jax_ep is one operation on its device: nothing in it gives way half "
+        "way. So today's single calls overlap nothing by themselves; only compute that "
+        "needs no exchange (here a shared expert) can run beside one, and only if XLA "
+        "puts it there.",
         _bars(overlap),
     ]
+    if measurement.about.get("platform") == "cpu":
+        parts.append(
+            "CPU devices share the cores of one machine, and three programs start "
+            "three times where one starts once: a small step can take less than its "
+            "parts without any overlap."
+        )
     if overlap.spans:
+        parts.append(_seen(overlap.spans))
         parts.append(timeline(overlap.spans, "timeline", "One measured step"))
     else:
         parts.append("No timeline was recorded.")
@@ -42,15 +52,42 @@ def finding(overlap: Overlap) -> str:
         return (
             "Nothing could be hidden: no compute here is independent of the exchange."
         )
+    measured = units.seconds(overlap.measured_seconds)
     if hidden <= 0:
         return (
             f"Nothing is hidden of the {units.seconds(could)} that could be: the step "
-            f"takes {units.seconds(overlap.measured_seconds)}, its parts one after "
-            f"another {units.seconds(overlap.serial_seconds)}."
+            f"takes {measured}, its parts one after another "
+            f"{units.seconds(overlap.serial_seconds)}."
         )
+    if hidden >= could:
+        return (
+            f"The step takes {measured}, no longer than the ideal of "
+            f"{units.seconds(overlap.ideal_seconds)}: nothing is lost here."
+        )
+    share = units.percent(hidden / could)
     return (
-        f"{units.seconds(hidden)} of the {units.seconds(could)} that could be hidden "
-        f"are ({units.percent(hidden / could)})."
+        f"The step takes {measured}, {units.seconds(hidden)} less than its parts one "
+        f"after another: {share} of what full overlap would save."
+    )
+
+
+def _seen(spans: list[Span]) -> str:
+    """What the timeline itself shows, on the rank that communicates most."""
+    found = []
+    for lane in dict.fromkeys(span.lane for span in spans if span.lane != "host"):
+        mine = [span for span in spans if span.lane == lane]
+        # `union` asks for no more than a start and a stop.
+        communication: Any = [span for span in mine if span.kind == "communication"]
+        compute: Any = [span for span in mine if span.kind == "compute"]
+        pieces = union(communication)
+        beside = shared_seconds(pieces, union(compute))
+        found.append((sum(stop - start for start, stop in pieces), beside, lane))
+    if not found:
+        return "The timeline shows the host alone."
+    total, beside, lane = max(found)
+    return (
+        f"On the timeline, {lane} communicates for {units.seconds(total)}, for "
+        f"{units.seconds(beside)} of it beside compute."
     )
 
 
@@ -66,7 +103,7 @@ def _bars(overlap: Overlap) -> Figure:
     pieces = [(t, fill, f"{name} {units.seconds(t)}") for t, fill, name in parts]
     ideal, measured = overlap.ideal_seconds, overlap.measured_seconds
     after = [(min(ideal, measured), "plain", f"ideal {units.seconds(ideal)}")]
-    over = "as the ideal"
+    over = f"{units.seconds(ideal - measured)} under the ideal"
     if measured > ideal:
         over = f"{units.seconds(measured - ideal)} over the ideal"
         after.append((measured - ideal, "excess", over))
@@ -135,4 +172,7 @@ def timeline(spans: list[Span], name: str, title: str) -> Figure:
         for s in spans
     ]  # fmt: skip
     head = ("Lane", "What", "Kind", "Start", "Stop", "Time")
-    return Figure(lanes.draw(drawing, rows, named=True), Table(title, head, cells))
+    return Figure(
+        lanes.draw(drawing, rows, named=True, below=("compute",)),
+        Table(title, head, cells),
+    )

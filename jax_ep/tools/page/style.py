@@ -58,7 +58,7 @@ th, td { padding: .25rem .9rem .25rem 0; text-align: right; vertical-align: top;
 th { font-weight: 600; }
 th:first-child { text-align: left; }
 .facts { table-layout: fixed; width: 100%; }
-.facts th { width: 9.5rem; }
+.facts th { width: 10.5rem; white-space: normal; overflow-wrap: anywhere; }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 footer { margin-top: 3rem; padding-bottom: 3rem; color: var(--muted);
   font-size: .85rem; }

@@ -44,7 +44,7 @@ def ticks(top: float, most: int = 5) -> list[float]:
         return [0.0]
     step = 10.0 ** math.floor(math.log10(top / most))
     for factor in (1, 2, 2.5, 5, 10, 20):
-        if top // (step * factor) + 1 <= most:
+        if int(top / (step * factor) + 1e-9) + 1 <= most:
             step *= factor
             break
     return [step * i for i in range(int(top / step + 1e-9) + 1)]
