@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree
 
 import pytest
@@ -246,6 +248,22 @@ def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
 )
 def test_refused_in_one_line(arguments, message):
     assert message in refused(arguments)
+
+
+@pytest.mark.jax_version
+def test_from_the_shell():
+    """The program itself: JSON alone on stdout, and one line and status 2 for less."""
+
+    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "jax_ep", "plan", *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = program("deepseek-v3", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["format"] == "jax_ep plan 1"
+    done = program("deepseek-v4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"jax_ep: model .* did you mean deepseek-v3\?.*\n", done.stderr)
 
 
 def test_minus_one_is_dropless():
