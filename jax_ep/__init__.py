@@ -16,7 +16,7 @@ from jax_ep.losses import (
     selection_bias_update,
     sequence_load_balance_loss,
 )
-from jax_ep.moe import moe, receive_capacity, sharded_moe
+from jax_ep.moe import moe, receive_capacity
 from jax_ep.params import MoEParams, init_params, param_specs
 from jax_ep.placement import (
     Placement,
@@ -32,6 +32,7 @@ from jax_ep.pretrained import (
     load_hf_moe_layer,
 )
 from jax_ep.router import Routing, router, topk_routing
+from jax_ep.sharded import sharded_moe
 
 __all__ = [
     "CUSTOM_CALLS",

@@ -15,9 +15,9 @@ except ImportError as error:
     ) from error
 
 from jax_ep.config import MoEConfig
-from jax_ep.moe import sharded_moe
 from jax_ep.params import MoEParams, ParamInfo, names_of, param_info, param_specs
 from jax_ep.placement import Placement
+from jax_ep.sharded import sharded_moe
 
 
 class MoE(nn.Module):
@@ -35,8 +35,9 @@ class MoE(nn.Module):
 
     Attributes:
       config: the layer.
-      axis_name: mesh axis, or tuple of axes, that the experts are split over. On a mesh
-        without it, or on no mesh, all experts are on each device.
+      axis_name: mesh axis, or tuple of axes, that the experts are split over. A mesh
+        without an axis "expert", or no mesh, has all experts on each device; see
+        `sharded_moe`.
       data_axes: mesh axes that tokens are split over besides; None is all others.
       fsdp_axis: one of them that weights are split over along H besides.
       mesh: the mesh; None is that of the context, or of the arrays.

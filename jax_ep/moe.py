@@ -1,4 +1,4 @@
-"""The whole layer in ten lines, for use inside a shard_map; `sharded_moe` has its own."""
+"""The whole layer in ten lines, inside a shard_map; `sharded_moe` makes its own."""
 
 import dataclasses
 import functools

@@ -14,9 +14,9 @@ except ImportError as error:
     ) from error
 
 from jax_ep.config import MoEConfig
-from jax_ep.moe import sharded_moe
 from jax_ep.params import MoEParams, keep_axes, names_of, param_info, param_specs
 from jax_ep.placement import Placement
+from jax_ep.sharded import sharded_moe
 
 
 class SelectionBias(nnx.Variable):
@@ -42,8 +42,9 @@ class MoE(nnx.Module):
 
     Args:
       config: the layer.
-      axis_name: mesh axis, or tuple of axes, that the experts are split over. On a mesh
-        without it, or on no mesh, all experts are on each device.
+      axis_name: mesh axis, or tuple of axes, that the experts are split over. A mesh
+        without an axis "expert", or no mesh, has all experts on each device; see
+        `sharded_moe`.
       data_axes: mesh axes that tokens are split over besides; None is all others.
       fsdp_axis: one of them that weights are split over along H besides.
       mesh: the mesh; None is that of the context, or of the arrays.

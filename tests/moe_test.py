@@ -203,6 +203,13 @@ def test_no_expert_axis(sizes):
     check_stats(stats, PLAIN, 1)
 
 
+def test_one_device_takes_any_axis_name():
+    config, params, x = make(**PLAIN)
+    layer = global_layer(config, mesh=CPU_FFI.mesh(data=1), axis_name="ep")
+    actual, _ = loss_and_gradients(layer, params, x)
+    assert_close(actual, expected_of(**PLAIN)[0])
+
+
 def test_no_mesh_and_no_jit():
     config, params, x = make(**PLAIN)
     out, stats = jax_ep.sharded_moe(jnp.asarray(x), params, config)
@@ -466,6 +473,19 @@ def test_refusals():
     assert message(data_axes="fsdp") == (
         'jax_ep.sharded_moe: data_axes (="fsdp") must name axes of the mesh, which has '
         "('data', 'expert')."
+    )
+    assert message(axis_name="expret") == (
+        'jax_ep.sharded_moe: axis_name (="expret") must name axes of the mesh, which '
+        "has ('data', 'expert'): did you mean \"expert\"?"
+    )
+    assert message(axis_name=("expert", "model")) == (
+        'jax_ep.sharded_moe: axis_name (="expert,model") must name axes of the mesh, '
+        "which has ('data', 'expert')."
+    )
+    # The default name is no mistake where there is no expert axis, but here is one.
+    assert message(mesh=CPU_FFI.mesh(data=2, ep=4)) == (
+        'jax_ep.sharded_moe: axis_name (="expert") must name axes of the mesh, which '
+        "has ('data', 'ep'): did you mean \"ep\"?"
     )
     assert message(x=x[:6]) == (
         "jax_ep.sharded_moe: x must have shape [B, ..., H] with B divisible by the 8 "
