@@ -1,0 +1,168 @@
+"""`python -m jax_ep doctor`: whether this machine is fit for jax_ep, and the remedy."""
+
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import rich.markup
+import rich.table
+import typer
+
+from jax_ep import _ffi, nvrtc, registration
+from jax_ep.kernels import DEFAULT_ARCHITECTURES
+from jax_ep.tools import console
+from jax_ep.tools.checks import (
+    driver,
+    gpus,
+    kernels,
+    module,
+    nccl,
+    round_trip,
+    versions,
+)
+from jax_ep.tools.checks.outcome import NO_CUDA, Outcome
+
+FORMAT = "jax_ep doctor 1"
+
+_SEEN_TIMEOUT_S = 120.0  # To start JAX on all GPUs of a busy machine.
+_STYLES = {"healthy": "green", "problem": "bold red", "not applicable": "dim"}
+
+
+def doctor(
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that an exchange on real devices may take.")
+    ] = 180.0,
+    json: Annotated[bool, typer.Option(help="For machines.")] = False,
+) -> None:
+    """Is this machine fit for jax_ep? Says what to do about each problem.
+
+    Looks at versions, the compiled module, GPUs and their links, the kernels' compiler
+    and NCCL, and makes a real exchange on the CPU devices and on the GPUs, compared bit
+    for bit. Exit status 0: healthy, 1: a problem.
+    """
+    if not timeout > 0:
+        raise console.UserError(f"--timeout (={timeout:g}) must be positive.")
+    outcomes = []
+    with console.errors.status("versions") as status:
+        for outcome in examine(timeout, status.update):
+            outcomes.append(outcome)
+    num_problems = sum(outcome.state == "problem" for outcome in outcomes)
+    if json:
+        console.print_json(
+            dict(
+                format=FORMAT,
+                healthy=not num_problems,
+                checks=[dataclasses.asdict(outcome) for outcome in outcomes],
+            )
+        )
+    else:
+        show(outcomes)
+    if num_problems:
+        raise typer.Exit(1)
+
+
+def examine(timeout_s: float, say=lambda text: None) -> Iterator[Outcome]:
+    """Every check of this machine, one after another.
+
+    Args:
+      timeout_s: for each exchange.
+      say: is told what comes next.
+    """
+    environment = os.environ
+    system = gpus.nvidia_devices()
+    is_hidden = bool(gpus.hidden_by(environment))
+    has_gpus = bool(system) and not is_hidden
+    packages = versions.installed()
+    has_plugin = any(name in packages for name in versions.PLUGINS)
+    yield from versions.check(sys.version_info[:3], packages, has_gpus)
+    yield from module.check(
+        _ffi,
+        registration.runtime_api_version(),
+        registration.has_cuda(),
+        has_gpus,
+    )
+
+    say("starting JAX on the GPUs")
+    seen, why_unseen, cuda = [], "", None
+    if (system or has_plugin) and not is_hidden:
+        seen, why_unseen = seen_gpus(environment)
+    if seen:
+        cuda = driver.ask()
+    yield from gpus.check(system, seen, why_unseen, cuda, environment)
+
+    say("compiling a kernel")
+    is_needed = bool(seen) or kernels.has_compiler()
+    yield from kernels.check(is_needed, architectures(cuda))
+    yield kernels.check_cache(is_needed, nvrtc.cache_folder())
+    yield from nccl.check(bool(seen), nccl.library_path(), environment)
+
+    say("an exchange on CPU devices")
+    yield round_trip.check("cpu", environment, timeout_s)
+    if seen:
+        say("an exchange on the GPUs")
+        yield round_trip.check("cuda", environment, timeout_s)
+    else:
+        yield round_trip.SUBJECT.not_applicable("GPUs", NO_CUDA)
+
+
+def seen_gpus(environment) -> tuple[list[str], str]:
+    """Kinds of the GPUs that JAX sees in a process of its own, or why it sees none."""
+    changed = round_trip.environment_of("cuda", environment)
+    ended = round_trip.run(["-m", "jax_ep.tools.checks.seen"], changed, _SEEN_TIMEOUT_S)
+    found = ended.lines[-1] if ended.lines else {}
+    if "kinds" in found:
+        return found["kinds"], ""
+    if ended.status is None:
+        return [], f"JAX did not start within {_SEEN_TIMEOUT_S:g} s"
+    return [], ended.complaint or found.get("error", "")
+
+
+def architectures(found: driver.Driver | None) -> tuple[str, ...]:
+    """Of the GPUs here, else those that a machine without GPUs compiles for."""
+    capabilities = sorted({gpu.capability for gpu in found.gpus}) if found else []
+    names = tuple(f"sm_{major}{minor}a" for major, minor in capabilities)
+    return names or DEFAULT_ARCHITECTURES[:1]
+
+
+def show(outcomes: list[Outcome]) -> None:
+    """A table for people: a line for each check, and below it what to do."""
+    table = rich.table.Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for subject, found in itertools.groupby(outcomes, lambda o: o.subject):
+        table.add_row()
+        for n, outcome in enumerate(_shortened(list(found))):
+            style = _STYLES[outcome.state]
+            table.add_row(
+                "" if n else subject,
+                outcome.name,
+                f"[{style}]{outcome.state}[/]",
+                rich.markup.escape(outcome.found),
+            )
+            if outcome.remedy:
+                text = f"[bold]what to do:[/] {rich.markup.escape(outcome.remedy)}"
+                table.add_row("", "", "", text)
+    console.console.print(table)
+    num_problems = sum(outcome.state == "problem" for outcome in outcomes)
+    num_healthy = sum(outcome.state == "healthy" for outcome in outcomes)
+    console.console.print()
+    if num_problems:
+        noun = "problem" if num_problems == 1 else "problems"
+        console.console.print(
+            f"[bold red]{num_problems} {noun}[/], {num_healthy} healthy."
+        )
+    else:
+        console.console.print(f"[bold green]Healthy[/]: {num_healthy} checks.")
+
+
+def _shortened(outcomes: list[Outcome]) -> list[Outcome]:
+    """One line for a subject none of whose checks applies, for one reason."""
+    reasons = {(outcome.state, outcome.found) for outcome in outcomes}
+    if len(reasons) == 1 and outcomes[0].state == "not applicable":
+        return [dataclasses.replace(outcomes[0], name="")]
+    return outcomes
