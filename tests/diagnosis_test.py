@@ -107,6 +107,13 @@ def test_padding_is_within_the_capacity():
     assert found.lost_seconds["padding"] == pytest.approx(0.0045)
 
 
+def test_no_alignment_no_padding():
+    layer = dataclasses.replace(LAYER, expert_alignment=1)
+    found = diagnosis.diagnose(measurement(layer=layer))
+    assert found.lost_seconds["padding"] == 0
+    assert found.reasons["padding"].startswith("Groups are not aligned (A = 1)")
+
+
 def test_an_expert_without_rows_has_no_amplification():
     load = dataclasses.replace(EVEN, expert_rows=[[0, 256, 128, 128]])
     found = diagnosis.diagnose(measurement(load=load))
@@ -184,7 +191,12 @@ def test_overlap_of_the_background_text():
         (0.100, 0.040, 0.0, "none of that happened"),
         (0.080, 0.020, 0.5, "50% of that happened"),
         (0.060, 0.0, 1.0, "100% of that happened"),
-        (0.110, 0.050, -0.25, "none of that happened"),
+        (
+            0.110,
+            0.050,
+            -0.25,
+            "none of that happened, and the whole takes 10.0 ms more",
+        ),
         (
             0.050,
             0.0,
@@ -214,6 +226,7 @@ def test_what_was_not_measured_is_said():
     assert found.sentence == "None of the four was measured."
     found = diagnosis.diagnose(measurement(load=load, overlap=None))
     assert found.lost_seconds["bandwidth"] == 0
+    assert found.reasons["padding"].endswith("the experts' time was not measured.")
     assert found.last is None and found.step_seconds is None
     overlap = Overlap(0.040, 0.0, 0.060, 0.100, 0.060, 0.080, [])
     found = diagnosis.diagnose(measurement(load=load, overlap=overlap))
@@ -222,7 +235,15 @@ def test_what_was_not_measured_is_said():
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(1.234, "1.23 s"), (0.002, "2.00 ms"), (987e-6, "987 µs"), (2.5e-8, "0.03 µs")],
+    [
+        (1.234, "1.23 s"),
+        (0.002, "2.00 ms"),
+        (987e-6, "987 µs"),
+        (2.5e-8, "0.0250 µs"),
+        (0.0099999, "10.0 ms"),
+        (0, "0.00 µs"),
+        (7200, "7200 s"),
+    ],
 )
 def test_duration(seconds, text):
     assert diagnosis.duration(seconds) == text

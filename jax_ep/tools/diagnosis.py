@@ -210,6 +210,8 @@ def _bandwidth(measurement: Measurement) -> tuple[float | None, str]:
 def _padding(load: Load, alignment: int, capacity: int) -> tuple[float | None, str]:
     factor = amplification(np.ravel(load.expert_rows).tolist(), alignment)
     reason = f"Groups padded to multiples of {alignment} make {factor:.2f} rows of one"
+    if alignment == 1:
+        return 0.0, "Groups are not aligned (A = 1): there are no padding rows in them."
     if not load.rank_seconds:
         return None, f"{reason}; the experts' time was not measured."
     lost = []
@@ -268,6 +270,9 @@ def _overlap(overlap: Overlap | None) -> tuple[float | None, str]:
     share = hidden_share(overlap)
     if share is None:
         hidden = "nothing could overlap"
+    elif share < -0.005:
+        excess = overlap.measured_seconds - overlap.serial_seconds
+        hidden = f"none of that happened, and the whole takes {duration(excess)} more"
     elif share < 0.005:
         hidden = "none of that happened"
     elif share > 1:
@@ -304,5 +309,6 @@ def duration(seconds: float) -> str:
     if size < 1e-3:
         unit, scale = "µs", 1e-6
     value = seconds / scale
-    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    return f"{value:.{decimals}f} {unit}"
+    if abs(value) >= 1000:
+        return f"{value:.0f} {unit}"
+    return f"{value:#.3g}".rstrip(".") + f" {unit}"

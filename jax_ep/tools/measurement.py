@@ -211,9 +211,8 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict) or value.keys() != hints.keys():
             got = sorted(value) if isinstance(value, dict) else type(value).__name__
             raise ValueError(f"{where}: expected {sorted(hints)}, got {got}.")
-        return kind(
-            **{k: _build(hints[k], v, f"{where}: {k}") for k, v in value.items()}
-        )
+        fields = {k: _build(hints[k], v, f"{where}: {k}") for k, v in value.items()}
+        return typing.cast(type, kind)(**fields)
     if origin is types.UnionType:
         if value is None:
             return None

@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
 from jax_ep import stamps
-from jax_ep.tools.benchmark import exchanges, phases, routings
+from jax_ep.tools.benchmark import exchanges, phases, routings, timing
 from jax_ep.tools.benchmark.exchanges import STEPS
 from jax_ep.tools.benchmark.setting import Bench
 from jax_ep.tools.measurement import Ceilings, Exchange
@@ -53,16 +52,19 @@ def measure(
     found = []
     for stage in STAGES:
         tell(stage)
-        program = compiled[stage, bench.layer.num_sms]
-        seconds, spread = bench.time(program, arrays, stage)
-        tell(f"{stage}, stamped")
-        stamped_seconds, _ = bench.time(stamped[stage], arrays, stage)
+        plain, profiled = (
+            bench.job(program, arrays, stage)
+            for program in (compiled[stage, bench.layer.num_sms], stamped[stage])
+        )
+        (seconds, spread), (stamped_seconds, _) = timing.in_turn(
+            [plain, profiled], bench.count(stage)
+        )
         found.append(
             Exchange(
                 stage=stage,
                 seconds=seconds,
                 spread=spread,
-                phases=_phases(bench, stamped[stage], arrays, stage),
+                phases=_phases(bench, profiled, stage),
                 stamped_seconds=stamped_seconds,
                 **moved(bench, stage, ceilings),
             )
@@ -70,13 +72,11 @@ def measure(
     return found
 
 
-def _phases(bench: Bench, program, arrays: dict, stage: str):
-    _, carry, constants = STEPS[stage]
+def _phases(bench: Bench, job: timing.Job, stage: str):
     stamps.read_stamps()  # forgets those of the chains that were timed
     calls = []
     for _ in range(_STAMPED_CALLS):
-        rest = [arrays[each] for each in constants]
-        arrays[carry] = jax.block_until_ready(program(arrays[carry], *rest))
+        job.run_and_wait(1)
         calls.append(stamps.read_stamps())
     return phases.median_phases(calls, stage, bench.mesh.size)
 

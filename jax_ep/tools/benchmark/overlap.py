@@ -43,11 +43,12 @@ def overlap(
     names = ["communication", "experts", "layer"]
     if params.shared_down_proj is not None:
         names.append("shared")
-    seconds = {"shared": 0.0}
-    for name in names:
-        tell(f"overlap: {name}")
-        program, carry, constants = _program(bench, arrays, name, count)
-        _, seconds[name], _ = timing.measure(program, carry, constants, count)
+    tell("overlap: compiling")
+    jobs = [_job(bench, arrays, name, count) for name in names]
+    tell("overlap: " + ", ".join(names))
+    times = [median for median, _ in timing.in_turn(jobs, count)]
+    seconds = {"shared": 0.0, **dict(zip(names, times, strict=True))}
+    del jobs  # and their copies of rows
     tell("overlap: timeline")
     communication, independent = seconds["communication"], seconds["shared"]
     return Overlap(
@@ -68,26 +69,26 @@ def timeline(bench: Bench, arrays: dict) -> list[Span]:
     therefore issues kernel by kernel.
     """
     options = _NO_GRAPHS if bench.mesh.devices.flat[0].platform == "gpu" else None
-    program, carry, constants = _program(bench, arrays, "layer", 1, options)
+    job = _job(bench, arrays, "layer", 1, options)
     for _ in range(timing.WARM_UPS):
-        carry = jax.block_until_ready(program(carry, *constants))
+        job.run_and_wait(1)
     settings = jax.profiler.ProfileOptions()
     settings.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=settings):
             with jax.profiler.TraceAnnotation(ISSUE):
-                carry = program(carry, *constants)
+                job.run()
             with jax.profiler.TraceAnnotation(WAIT):
-                jax.block_until_ready(carry)
+                jax.block_until_ready(job.carry)
         found = profile.read(folder)
     start = min(span.start for span in found.host)
     return found.spans(start)
 
 
-def _program(bench, arrays, name: str, count: int, options=None):
-    """A compiled chain with its carry, a copy since it is given away, and constants."""
+def _job(bench, arrays, name: str, count: int, options=None) -> timing.Job:
+    """A compiled chain; its carry is a copy, since it gives that away."""
     step, carry, constants = STEPS[name]
     chain = unrolled(functools.partial(step, bench.layer), bench.mesh, count)
     args = [arrays[carry].copy(), *(arrays[each] for each in constants)]
     compiled = chain.lower(*args).compile(compiler_options=options)
-    return compiled, args[0], args[1:]
+    return timing.Job(compiled, args[0], args[1:])

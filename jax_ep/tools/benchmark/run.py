@@ -69,7 +69,7 @@ def measure(request: Request, tell: Tell = lambda text, share: None) -> Measurem
     tell("comparing with the reference", 0.3)
     if wrong := bench.check(compiled, arrays):
         raise UserError(f"{bench.what}: {wrong}; nothing was timed.")
-    done = iter(np.linspace(0.35, 0.6, 2 * len(exchange.STAGES)))
+    done = iter(np.linspace(0.35, 0.6, len(exchange.STAGES)))
     exchanges = exchange.measure(
         bench, compiled, stamped, arrays, limits, lambda text: tell(text, next(done))
     )
@@ -82,7 +82,7 @@ def measure(request: Request, tell: Tell = lambda text, share: None) -> Measurem
         times = load.rank_seconds(
             bench, found, arrays, params, lambda: tell("experts", next(done))
         )
-        done = iter(np.linspace(0.8, 1.0, 5))
+        done = iter(np.linspace(0.8, 1.0, 3))
         spans = overlap.overlap(
             bench,
             arrays,

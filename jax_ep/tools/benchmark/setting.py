@@ -153,6 +153,13 @@ class Bench:
             return routings.combine_bytes(self.traffic, tokens, row, extra)
         return None
 
+    def job(self, program, arrays, name: str) -> timing.Job:
+        """One of `STEPS`; its carry is a copy, since a chain gives that away."""
+        _, carry, constants = STEPS[name]
+        return timing.Job(
+            program, arrays[carry].copy(), [arrays[each] for each in constants]
+        )
+
     def time(self, program, arrays, name: str) -> tuple[float, float]:
         """Seconds of one exchange and their spread; `arrays` gets the last carry."""
         _, carry, constants = STEPS[name]

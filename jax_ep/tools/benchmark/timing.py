@@ -1,14 +1,38 @@
 """Device time of a compiled chain, its memory, and its kernels from a trace."""
 
+import dataclasses
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 WARM_UPS, REPEATS, SECONDS = 3, 5, 0.1  # runs before, and of which the median counts
 MAX_IN_FLIGHT = 25  # launches; jax < 0.12 bears no more than 32
+
+
+@dataclasses.dataclass
+class Job:
+    """A compiled chain, its first argument, which it gives back, and the others."""
+
+    program: Callable
+    carry: Any
+    constants: Sequence
+
+    def run(self) -> None:
+        """Launches it."""
+        self.carry = self.program(self.carry, *self.constants)
+
+    def run_and_wait(self, times: int) -> float:
+        """Seconds of so many launches, all in flight."""
+        start = time.perf_counter()
+        for _ in range(times):
+            self.run()
+        jax.block_until_ready(self.carry)
+        return time.perf_counter() - start
 
 
 def measure(
@@ -32,21 +56,37 @@ def measure(
     Returns:
       The carry, the median, and the spread of the repeats over it.
     """
-    for _ in range(warm_ups):
-        carry = jax.block_until_ready(program(carry, *constants))
-    start = time.perf_counter()
-    carry = jax.block_until_ready(program(carry, *constants))
-    one = time.perf_counter() - start
-    launches = int(min(MAX_IN_FLIGHT, max(2, seconds / one)))
-    times = []
+    job = Job(program, carry, constants)
+    (found,) = in_turn([job], count, seconds, warm_ups)
+    return job.carry, *found
+
+
+def in_turn(
+    jobs: Sequence[Job],
+    count: int,
+    seconds: float = SECONDS,
+    warm_ups: int = WARM_UPS,
+) -> list[tuple[float, float]]:
+    """`measure` of several chains, a repeat of each in turn: all see the same machine.
+
+    Returns:
+      Median and spread of each.
+    """
+    launches = []
+    for job in jobs:
+        for _ in range(warm_ups):
+            job.run_and_wait(1)
+        one = job.run_and_wait(1)
+        launches.append(int(min(MAX_IN_FLIGHT, max(2, seconds / one))))
+    times: list[list[float]] = [[] for _ in jobs]
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(launches):
-            carry = program(carry, *constants)
-        jax.block_until_ready(carry)
-        times.append((time.perf_counter() - start) / (launches * count))
-    median = statistics.median(times)
-    return carry, median, (max(times) - min(times)) / median
+        for job, num, mine in zip(jobs, launches, times, strict=True):
+            mine.append(job.run_and_wait(num) / (num * count))
+    medians = [statistics.median(each) for each in times]
+    return [
+        (median, (max(each) - min(each)) / median)
+        for median, each in zip(medians, times, strict=True)
+    ]
 
 
 def peak_bytes(program) -> int:
