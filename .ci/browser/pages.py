@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 from jax_ep.tools import measurement as document
+from jax_ep.tools import profile
 from jax_ep.tools.diagnosis import diagnose
-from jax_ep.tools.page import build
+from jax_ep.tools.page import build, profiled
+from jax_ep.tools.profile_events import Event
 
 SECTIONS = ["summary", "bandwidth", "padding", "load", "overlap", "conditions", "gaps"]
 ABOUT = {
@@ -102,6 +104,27 @@ def nothing(whole: document.Measurement) -> document.Measurement:
     )
 
 
+def profiles() -> profile.Profile:
+    """Three steps on eight devices, some compute beside the dispatch."""
+    events = []
+    for device in map(str, range(8)):
+        for start in (0.0, 0.01, 0.02):
+            for stage, is_exchange, begin, end in (
+                ("layout", True, 0.0, 3e-5),
+                ("dispatch", True, 1e-4, 1.1e-3),
+                ("shared experts", False, 2e-4, 5e-4),
+                ("experts", False, 1.2e-3, 4e-3),
+                ("combine", True, 4.1e-3, 5.1e-3),
+                ("other", False, 5.2e-3, 8e-3),
+            ):
+                event = Event(
+                    device, stage, is_exchange, stage, start + begin, start + end
+                )
+                events.append(event)
+    events.sort(key=lambda event: event.start)
+    return profile.Profile("runs/profile", "gpu", profile.devices(events), events, [])
+
+
 def main(measured: str, out: str) -> None:
     """Writes all of them."""
     found = {
@@ -126,6 +149,9 @@ def main(measured: str, out: str) -> None:
             charts += ["overlap-bars"]
             charts += ["timeline"] if measurement.overlap.spans else []
         expected[name] = {"sections": SECTIONS, "charts": charts}
+    (Path(out) / "profile.html").write_text(profiled.page(profiles()).html())
+    charts = ["profile-stages", "profile-overlap", "profile-timeline"]
+    expected["profile"] = {"sections": ["profile", "gaps"], "charts": charts}
     (Path(out) / "pages.json").write_text(json.dumps(expected))
 
 

@@ -10,7 +10,7 @@ from jax_ep.tools.page.drawing import Drawing
 
 MOST_STEPS = 200  # of a table
 _CASES = {
-    "even": "The ranks end together: nothing to gain here.",
+    "even": "The ranks end almost together: little to gain here.",
     "placement": "The last rank stays the same and has the most rows: place the "
     "experts otherwise, or give the hot ones replicas (jax_ep.plan_placement).",
     "device": "Rows are even and times are not: look at that device and its path "

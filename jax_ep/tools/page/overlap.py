@@ -37,7 +37,13 @@ def section(measurement: Measurement) -> Section:
             "parts without any overlap."
         )
     if overlap.spans:
-        parts.append(_seen(overlap.spans))
+        seen = _seen(overlap.spans)
+        if measurement.about.get("platform") == "gpu":
+            seen += (
+                " That step was compiled without CUDA graphs, so that its kernels keep "
+                "their names: it shows their order, and may be longer than the bars."
+            )
+        parts.append(seen)
         parts.append(timeline(overlap.spans, "timeline", "One measured step"))
     else:
         parts.append("No timeline was recorded.")

@@ -71,8 +71,7 @@ footer { margin-top: 3rem; padding-bottom: 3rem; color: var(--muted);
 }
 @media print {
   body { font-size: 10.5pt; }
-  nav, .skip, summary { display: none; }
-  details::details-content { content-visibility: visible; display: block; }
+  nav, .skip, summary, details:not([open]) { display: none; }
   h2, h3, figcaption { break-after: avoid; }
   figure, tr { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
