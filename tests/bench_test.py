@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
@@ -14,6 +16,7 @@ from jax_ep import record
 from jax_ep.stamps import Stamps
 from jax_ep.tools import bench, measurement
 from jax_ep.tools.benchmark import memory_rate, phases, replay, request, routings
+from jax_ep.tools.benchmark import run as run_module
 from jax_ep.tools.benchmark.request import Request
 from jax_ep.tools.console import UserError
 
@@ -157,6 +160,10 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
         (dict(tokens=0), "tokens (=0) must be at least 1."),
         (dict(shared_hidden=-1), "shared_hidden (=-1) must be at least 0."),
         (dict(ranks=99), "ranks (=99) must be at most the 8 CPU devices there are."),
+        (
+            dict(capacity="3000000000"),
+            "capacity (=3000000000) must be below 2**31: rows are int32.",
+        ),
         (dict(dtype="int8"), "dtype (=int8) must be bfloat16, float16, float32."),
         (
             dict(routing="zipff"),
@@ -180,6 +187,35 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 def test_what_cannot_be_run(change, words):
     with pytest.raises(UserError, match=f"^{re.escape(words)}$"):
         bench.measure(Request(**{**SMALL, **change}))
+
+
+def test_what_the_devices_refuse_is_one_line(monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes\nmore lines")
+
+    monkeypatch.setattr(run_module, "_measure", full)
+    with pytest.raises(
+        UserError, match="^the run failed: RESOURCE_EXHAUSTED: 9 bytes$"
+    ):
+        bench.measure(Request(**SMALL))
+
+
+def test_experts_that_do_not_fit_leave_the_exchanges(monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: params")
+
+    monkeypatch.setattr(run_module, "make_params", full)
+    found = bench.measure(Request(**SMALL, steps=1))
+    assert [each.stage for each in found.exchanges] == STAGES
+    assert found.load.rank_seconds is None and found.overlap is None
+    assert found.about["not measured"] == (
+        "times of the experts, overlap: RESOURCE_EXHAUSTED: params"
+    )
+
+
+def test_more_ranks_than_a_domain_has():
+    with pytest.raises(UserError, match="ranks .=65. must be at most 64"):
+        request.check_sizes(ranks=65, topk=1, experts=65)
 
 
 def test_unwritable_output_is_refused_before_measuring(tmp_path):
@@ -220,8 +256,8 @@ def test_capacity(capacity, rows):
 
 def test_devices_are_made_before_jax_starts():
     code = (
-        "from jax_ep.tools.benchmark.request import Request, find_devices;"
-        "print(len(find_devices(Request(ranks=3))))"
+        "from jax_ep.tools.benchmark.request import find_devices;"
+        "print(len(find_devices(3)))"
     )
     env = dict(PATH="/usr/bin:/bin", JAX_PLATFORMS="cpu")
     done = subprocess.run(
@@ -237,8 +273,6 @@ def test_devices_are_made_before_jax_starts():
 def recording(tmp_path):
     """Two steps of two layers, over two ranks of two tokens; experts 0 to 3."""
     path = tmp_path / "run.routing"
-    import jax.numpy as jnp
-
     with record.Recorder(path, num_experts=4, shares={"expert": 2}) as recorder:
         for step in range(2):
             ids = [[0, 1], [step, -1], [2, 3], [3, 2]]
@@ -254,6 +288,29 @@ def test_recorded_routing(recording):
     assert found.demand().tolist() == [[2, 1, 2, 2], [1, 2, 2, 2]]
     one = replay.recorded(recording, layer="b", ranks=4, steps=1)
     assert one.ids.shape == (1, 4, 1, 2) and one.demand().tolist() == [[8, 0, 0, 0]]
+
+
+def test_each_group_of_ranks_is_a_batch(tmp_path):
+    # Over (data 2, expert 2): tokens 0, 1 and 2, 3 are exchanged apart.
+    with record.Recorder(
+        tmp_path / "r", num_experts=4, shares={"data": 2, "expert": 2}
+    ) as recorder:
+        recorder.add(0, {"a": jnp.array([[0], [0], [2], [3]])})
+    case = request.resolve(Request(routing=str(tmp_path / "r")))
+    assert case.replay.ids.tolist() == [[[[0]], [[0]]], [[[2]], [[3]]]]
+    assert case.layer.tokens == 1
+    # Over 4 ranks of the user's, they are one exchange.
+    case = request.resolve(Request(routing=str(tmp_path / "r"), ranks=4))
+    assert case.replay.ids.tolist() == [[[[0]], [[0]], [[2]], [[3]]]]
+
+
+def test_a_recording_that_goes_on_says_so(tmp_path):
+    with record.Recorder(tmp_path / "r", num_experts=4) as recorder:
+        recorder.add(0, {"a": jnp.array([[0], [1]])})
+    whole = (tmp_path / "r").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-3])
+    found = replay.recorded(tmp_path / "cut", layer=None, ranks=None, steps=None)
+    assert found.name == "cut, layer a, not closed"
 
 
 @pytest.mark.parametrize(

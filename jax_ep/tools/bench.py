@@ -129,7 +129,10 @@ def measure_with_progress(request: Request) -> Measurement:
         rich.progress.TimeElapsedColumn(),
         rich.progress.TextColumn("{task.description}"),
     )
-    with rich.progress.Progress(*columns, console=console.errors) as bar:
+    # Drawn seldom: on CPU devices it runs on the cores that are measured.
+    with rich.progress.Progress(
+        *columns, console=console.errors, refresh_per_second=2, transient=True
+    ) as bar:
         task = bar.add_task("", total=1.0)
         return measure(
             request,

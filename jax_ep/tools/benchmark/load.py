@@ -18,7 +18,8 @@ from jax_ep.tools.benchmark.replay import Replay
 from jax_ep.tools.benchmark.setting import Bench
 from jax_ep.tools.measurement import Load
 
-_SECONDS = 0.02  # of a sample; five of them for each rank and step
+# Of a sample, about, and samples for each rank and step: there are many of those.
+_SECONDS, _REPEATS = 0.02, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Layouts:
     """What the layout says of every batch.
 
     Attributes:
-      handles: one for each step, over all ranks.
+      handles: one for each step, over all ranks; with its own groups, and the first
+        one's slots.
       rank_rows: `[steps, R]`, rows with a token.
       dropped_rows: `[steps, R]`.
     """
@@ -45,6 +47,10 @@ def layouts(bench: Bench, make_handle: Callable, replay: Replay) -> Layouts:
         handle = make_handle(jax.device_put(flat, bench.sharding))
         rows.append(np.asarray(handle.group_counts).reshape(ranks, -1).sum(1))
         dropped.append(np.asarray(handle.num_dropped)[:ranks])
+        if handles:  # The experts need sizes alone; all steps' slots may be gigabytes.
+            names = ("slot", "slot_rank", "recv_slot")
+            slots = {name: getattr(handles[0], name) for name in names}
+            handle = dataclasses.replace(handle, **slots)
         handles.append(handle)
     return Layouts(handles, np.stack(rows), np.stack(dropped))
 
@@ -79,7 +85,13 @@ def rank_seconds(
     for step, handle in enumerate(found.handles):
         for rank, (share, carry, rest, compiled) in enumerate(ranks):
             carry, seconds[step, rank], _ = timing.measure(
-                compiled, carry, (share(handle), *rest), 1, _SECONDS, warm_ups=1
+                compiled,
+                carry,
+                (share(handle), *rest),
+                count=1,
+                seconds=_SECONDS,
+                warm_ups=1,
+                repeats=_REPEATS,
             )
             ranks[rank] = (share, carry, rest, compiled)
             tell()

@@ -1,6 +1,7 @@
 """The ids that a benchmark runs on: made, or those of a recorded training run."""
 
 import dataclasses
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,10 @@ def recorded(
       FileNotFoundError: no such file.
     """
     try:
-        recording = record.read(path)
+        with warnings.catch_warnings():
+            # That it was not closed; the name says so.
+            warnings.simplefilter("ignore", UserWarning)
+            recording = record.read(path)
         if not recording.steps:
             raise UserError(f"{path}: no step was recorded.")
         names = list(next(iter(recording)).topk_idx)
@@ -92,4 +96,7 @@ def recorded(
         raise UserError(str(error)) from None
     if steps is not None and steps < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, steps).round().astype(int)]
-    return Replay(f"{path.name}, layer {layer}", ids, recording.metadata.num_experts)
+    name = f"{path.name}, layer {layer}"
+    if not recording.is_complete:
+        name += ", not closed"
+    return Replay(name, ids, recording.metadata.num_experts)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ep.axis import MAX_RANKS
 from jax_ep.layout import MAX_EXPERTS, MAX_TOPK
 from jax_ep.tools.benchmark import replay, routings
 from jax_ep.tools.benchmark.exchanges import Layer
@@ -16,6 +17,7 @@ from jax_ep.tools.benchmark.layer import Widths
 from jax_ep.tools.console import UserError
 
 CPU_RANKS = 4
+_MAX_ROWS = 2**31 - 1
 DTYPES = ("bfloat16", "float16", "float32")
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
@@ -98,11 +100,14 @@ def resolve(request: Request) -> Case:
             raise UserError(f"{name.name} (={value}) must be at least {least}.")
     if request.dtype is not None and request.dtype not in DTYPES:
         raise UserError(f"dtype (={request.dtype}) must be {', '.join(DTYPES)}.")
-    devices = find_devices(request)
+    recorded = _recorded(request) if _is_file(request.routing) else None
+    wanted = request.ranks
+    if wanted is None and recorded is not None:
+        wanted = recorded.ids.shape[1]
+    devices = find_devices(wanted)
     shape = _filled(request, devices[0].platform)
-    if _is_file(request.routing):
-        ids = _recorded(request, len(devices))
-    else:
+    ids = recorded
+    if ids is None:
         sizes = dict(tokens=shape.tokens, topk=shape.topk, experts=shape.experts)
         check_sizes(ranks=len(devices), topk=shape.topk, experts=shape.experts)
         ids = replay.made(
@@ -111,6 +116,8 @@ def resolve(request: Request) -> Case:
     _, ranks, tokens, topk = ids.ids.shape
     check_sizes(ranks=ranks, topk=topk, experts=ids.experts)
     capacity = _capacity(request, ids)
+    if capacity > _MAX_ROWS:
+        raise UserError(f"capacity (={capacity}) must be below 2**31: rows are int32.")
     layer = Layer(
         tokens,
         shape.hidden,
@@ -128,15 +135,15 @@ def resolve(request: Request) -> Case:
     return Case(devices[:ranks], ids, layer, widths)
 
 
-def find_devices(request: Request) -> list[Any]:
-    """The ranks. CPU devices are as many as are asked for, if JAX has not started.
+def find_devices(wanted: int | None) -> list[Any]:
+    """The ranks. CPU devices are as many as are wanted, if JAX has not started.
+
+    Args:
+      wanted: R; None is all GPUs, or `CPU_RANKS` CPU devices.
 
     Raises:
       UserError: too few, or neither CPU devices nor GPUs.
     """
-    wanted = request.ranks
-    if wanted is None and _is_file(request.routing):
-        wanted = _recorded(request, None).ids.shape[1]
     # The ceilings take memory that JAX would have reserved.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if _DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -173,6 +180,10 @@ def check_sizes(*, ranks: int, topk: int, experts: int) -> None:
     Raises:
       UserError: by value and rule.
     """
+    if ranks > MAX_RANKS:
+        raise UserError(
+            f"ranks (={ranks}) must be at most {MAX_RANKS}: one NVLink domain."
+        )
     if experts % ranks:
         raise UserError(f"experts (={experts}) must be divisible by the {ranks} ranks.")
     if experts > MAX_EXPERTS:
@@ -190,9 +201,12 @@ def _is_file(routing: str) -> bool:
     )
 
 
-def _recorded(request: Request, ranks: int | None) -> replay.Replay:
+def _recorded(request: Request) -> replay.Replay:
     found = replay.recorded(
-        Path(request.routing), layer=request.layer, ranks=ranks, steps=request.steps
+        Path(request.routing),
+        layer=request.layer,
+        ranks=request.ranks,
+        steps=request.steps,
     )
     facts = dict(
         tokens=found.ids.shape[2], topk=found.ids.shape[3], experts=found.experts

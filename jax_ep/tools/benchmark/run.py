@@ -45,11 +45,21 @@ def measure(request: Request, tell: Tell = lambda text, share: None) -> Measurem
       `about["not measured"]` says why.
 
     Raises:
-      UserError: what was asked for cannot be run, or results are wrong.
+      UserError: what was asked for cannot be run, the devices fail (out of memory), or
+        results are wrong.
       FileNotFoundError: no such recording.
     """
     tell("devices and routing", 0.0)
-    case = resolve(request)
+    try:
+        case = resolve(request)
+        return _measure(case, tell)
+    except MemoryError:
+        raise UserError("these shapes need more memory than the host has.") from None
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"the run failed: {str(error).splitlines()[0]}") from None
+
+
+def _measure(case: Case, tell: Tell) -> Measurement:
     missing: list[str] = []
     limits = _ceilings(case, missing, tell)
     mesh = Mesh(np.array(case.devices), (AXIS,))
@@ -74,7 +84,7 @@ def measure(request: Request, tell: Tell = lambda text, share: None) -> Measurem
         bench, compiled, stamped, arrays, limits, lambda text: tell(text, next(done))
     )
     found = load.layouts(bench, compiled["handle"], case.replay)
-    times = spans = None
+    times = beside = None
     try:
         tell("parameters of the experts", 0.6)
         params = make_params(case.layer, case.widths, mesh)
@@ -83,12 +93,11 @@ def measure(request: Request, tell: Tell = lambda text, share: None) -> Measurem
             bench, found, arrays, params, lambda: tell("experts", next(done))
         )
         done = iter(np.linspace(0.8, 1.0, 3))
-        spans = overlap.overlap(
+        beside = overlap.overlap(
             bench,
             arrays,
             params,
             lambda text: tell(text, next(done)),
-            bench.count("dispatch") // 4,
         )
     except jax.errors.JaxRuntimeError as error:  # e.g. out of memory
         what = "overlap" if times else "times of the experts, overlap"
@@ -101,7 +110,7 @@ def measure(request: Request, tell: Tell = lambda text, share: None) -> Measurem
         ceilings=limits,
         exchanges=exchanges,
         load=load.load(case.replay, found, times),
-        overlap=spans,
+        overlap=beside,
     )
 
 

@@ -42,6 +42,7 @@ def measure(
     count: int,
     seconds: float = SECONDS,
     warm_ups: int = WARM_UPS,
+    repeats: int = REPEATS,
 ):
     """Seconds of one step: launches in flight, wall time over all steps of all of them.
 
@@ -52,12 +53,13 @@ def measure(
       count: steps of one launch.
       seconds: of a repeat, about.
       warm_ups: runs before.
+      repeats: of which the median counts.
 
     Returns:
       The carry, the median, and the spread of the repeats over it.
     """
     job = Job(program, carry, constants)
-    (found,) = in_turn([job], count, seconds, warm_ups)
+    (found,) = in_turn([job], count, seconds, warm_ups, repeats)
     return job.carry, *found
 
 
@@ -66,6 +68,7 @@ def in_turn(
     count: int,
     seconds: float = SECONDS,
     warm_ups: int = WARM_UPS,
+    repeats: int = REPEATS,
 ) -> list[tuple[float, float]]:
     """`measure` of several chains, a repeat of each in turn: all see the same machine.
 
@@ -77,9 +80,11 @@ def in_turn(
         for _ in range(warm_ups):
             job.run_and_wait(1)
         one = job.run_and_wait(1)
-        launches.append(int(min(MAX_IN_FLIGHT, max(2, seconds / one))))
+        # Two at least, so that the second is issued while the first runs.
+        least = 2 if one < seconds else 1
+        launches.append(int(min(MAX_IN_FLIGHT, max(least, seconds / one))))
     times: list[list[float]] = [[] for _ in jobs]
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for job, num, mine in zip(jobs, launches, times, strict=True):
             mine.append(job.run_and_wait(num) / (num * count))
     medians = [statistics.median(each) for each in times]
