@@ -25,7 +25,8 @@ _DIGEST_BYTES = 64  # A sha256 in hexadecimal, behind each cached cubin.
 _INSTALL = "pip install 'jax_ep[cuda13]'"
 
 _memory: dict[str, "Cubin"] = {}
-_lock = threading.Lock()
+_lock = threading.Lock()  # of the table of locks
+_key_locks: dict[str, threading.Lock] = {}  # held while a kernel is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,8 @@ def compile_cached(
     """
     key = _key(source, includes, arch)
     with _lock:
+        key_lock = _key_locks.setdefault(key, threading.Lock())
+    with key_lock:
         cubin = _memory.get(key)
         if cubin is None:
             cubin = _from_disk(name, key, source, includes, arch)

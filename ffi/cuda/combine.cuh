@@ -82,7 +82,8 @@ class Combine {
   }
 
  private:
-  // What a loader tells its team about the input in a stage.
+  // What a loader tells its team about the input in a stage; the lane that arrives at
+  // its barrier writes it.
   struct Input {
     int32_t inputs;  // of this sum, the first one's stage says; -1 ends the work
     int32_t leaf;
@@ -90,7 +91,9 @@ class Combine {
     int32_t rank;  // where the sum goes to, or came from; -1: bias, or no input
     int32_t row;   // of y, or the token
     float weight;  // of the row
-    int32_t extra[kMaxTopk];  // row values, or the owners of a token's entries
+    float value;
+    uint32_t
+        entries;  // bit k: entry k of the token is this row, or has it on this rank
   };
 
   // What the team tells the sender about a sum.
@@ -271,6 +274,8 @@ class Combine {
             const int entry = __ffs(left) - 1;
             const int64_t from = __shfl_sync(kAllLanes, row, entry);
             const float scale = __shfl_sync(kAllLanes, weight, entry);
+            const float row_value =
+                Config::kHasRowValues ? __shfl_sync(kAllLanes, value, entry) : 0;
             const uint32_t stage = loaded % kStages;
             AwaitEmpty<kStages>(parts.send_empty, loaded);
             Input* input = parts.send_inputs + stage;
@@ -281,12 +286,8 @@ class Combine {
               input->rank = source;
               input->row = static_cast<int32_t>(from);
               input->weight = scale;
-            }
-            if (Config::kHasRowValues && left == rows && leaf == 0 && piece == 0) {
-              input->extra[Lane()] = __float_as_int(value);
-            }
-            __syncwarp();
-            if (Lane() == 0) {
+              input->value = row_value;
+              input->entries = 1u << entry;
               uint64_t* full = parts.send_full + stage;
               if (L::kBulk) {
                 const uint32_t bytes = L::Elements(piece) * L::kItem;
@@ -340,7 +341,7 @@ class Combine {
     const int piece = first->piece;
     const int rank = first->rank;
     const bool extra = Config::kHasRowValues && first->leaf == 0 && piece == 0;
-    const int32_t value = extra ? first->extra[thread & 31] : 0;
+    float value = 0;
     const int vectors = L::NumVectors(piece);
     float acc[L::kVectors][L::kSize] = {};
 #pragma unroll 1
@@ -350,6 +351,9 @@ class Combine {
       const float weight = Config::kHasWeights ? parts.send_inputs[stage].weight : 0;
       const uint8_t* bytes = parts.send_stages + stage * kInBytes;
       const int64_t row = parts.send_inputs[stage].row;
+      if (extra && thread < kTopk && (parts.send_inputs[stage].entries >> thread & 1)) {
+        value = parts.send_inputs[stage].value;
+      }
 #pragma unroll
       for (int v = 0; v < L::kVectors; ++v) {
         const int index = v * kTeamThreads + thread;
@@ -380,7 +384,7 @@ class Combine {
       if (L::kExact || index < vectors) StoreWire<L>(out, index, acc[v]);
     }
     if (extra && thread < kTopk) {
-      reinterpret_cast<int32_t*>(out + kShape.wire.wire_bytes)[thread] = value;
+      reinterpret_cast<float*>(out + kShape.wire.wire_bytes)[thread] = value;
     }
     if (thread == 0) {
       parts.outputs[stage].rank = rank;
@@ -523,16 +527,15 @@ class Combine {
       AwaitEmpty<kStages>(parts.recv_empty, loaded);
       if (loaded >= kStages) credit(loaded - kStages + 1);
       Input* input = parts.recv_inputs + stage;
-      __syncwarp();
+      const uint32_t entries = __ballot_sync(kAllLanes, owner >= 0 && owner == rank);
       if (Lane() == (rank < 0 ? 0 : rank & 31)) {
         input->inputs = inputs;
         input->leaf = leaf;
         input->piece = piece;
         input->rank = rank;
         input->row = static_cast<int32_t>(token);
+        input->entries = entries;
       }
-      if (Config::kHasRowValues) input->extra[Lane()] = owner;
-      __syncwarp();
       return stage;
     };
 
@@ -623,8 +626,8 @@ class Combine {
     const Input* first = parts.recv_inputs + *used % kStages;
     const int piece = first->piece;
     const int64_t token = first->row;
-    const bool extra = Config::kHasRowValues && kLeaf == 0 && piece == 0 && thread < 32;
-    const int owner = extra ? first->extra[thread & 31] : -1;
+    const bool extra =
+        Config::kHasRowValues && kLeaf == 0 && piece == 0 && thread < kTopk;
     float value = 0;
     const int vectors = L::NumVectors(piece);
     float acc[L::kVectors][L::kSize] = {};
@@ -644,9 +647,9 @@ class Combine {
             Accumulate<false>(acc[v], values, 0);
           }
         }
-        if (extra && owner == rank) {
-          value = reinterpret_cast<const float*>(bytes +
-                                                 kShape.wire.wire_bytes)[thread & 31];
+        if (extra && (parts.recv_inputs[stage].entries >> thread & 1)) {
+          value =
+              reinterpret_cast<const float*>(bytes + kShape.wire.wire_bytes)[thread];
         }
       } else if (Config::kHasBias) {
 #pragma unroll
@@ -688,7 +691,7 @@ class Combine {
         }
       }
     }
-    if (extra && (thread & 31) < kTopk) params.values[token * kTopk + thread] = value;
+    if (extra) params.values[token * kTopk + thread] = value;
   }
 
   template <int kLeaf = 0>

@@ -33,8 +33,8 @@ TypeRegistration StateType();
 std::string CheckError();
 
 // Appends the stamps of the devices' latest stamped calls, and forgets them. Waits for
-// its own copies only: the caller knows that the calls are over. Returns "" or what went
-// wrong.
+// its own copies only: the caller knows that the calls are over. Returns "" or what
+// went wrong.
 std::string TakeStamps(std::vector<StampRecord>* records);
 
 }  // namespace jax_ep::cuda

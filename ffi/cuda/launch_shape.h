@@ -137,7 +137,7 @@ struct CombineLayout {
 // Rows, weights and values of a batch, three deep; the receiver has ranks and slots.
 constexpr int kCombineMetaBytes = (3 * 3 + 2 * 2) * kBatchEntries * 4;
 // Barriers and description of a stage.
-constexpr int kStageMetaBytes = 64 + 4 * kMaxTopk;
+constexpr int kStageMetaBytes = 64;
 
 JAX_EP_HD constexpr CombineLayout MakeCombineLayout(const CombineShape& wire) {
   CombineLayout shape{};

@@ -44,10 +44,6 @@ constexpr int kBytesPerPublish = JAX_EP_TUNE_PUBLISH;
 // A step that took so many cycles (10 us) came to a sender with time for one.
 constexpr uint32_t kSlowStepCycles = 18000;
 
-// A signal word: the call's number above the count of pieces. 2^40 calls last for
-// years at any rate, and 2^24 pieces of a channel are more than memory holds.
-constexpr int kCountBits = 24;
-
 struct RingShape {
   int channels;            // per pair of ranks
   int slots;               // per channel
@@ -71,13 +67,6 @@ __device__ __forceinline__ RingShape MakeRing(int num_ranks, int slot_bytes,
 
 __device__ __forceinline__ uint64_t CountWord(uint64_t call, uint32_t count) {
   return call << kCountBits | count;
-}
-
-// The count of this call in a head or tail word; 0 if the word is older.
-__device__ __forceinline__ uint32_t CountIn(uint64_t word, uint64_t call) {
-  return word >> kCountBits == call
-             ? static_cast<uint32_t>(word) & ((1u << kCountBits) - 1)
-             : 0;
 }
 
 __device__ __forceinline__ int64_t SignalIndex(int channel, int rank) {

@@ -57,8 +57,19 @@ const char* PhaseText(int32_t phase) {
   }
 }
 
+// Whether a phase waits for a head or tail word.
+bool CountsPieces(int32_t phase) {
+  return phase == kPhaseDispatchCredit || phase == kPhaseDispatchRows ||
+         phase == kPhaseCombineCredit || phase == kPhaseCombineRows;
+}
+
 std::string Describe(const Watched& watched) {
   const ErrorRecord& record = *watched.record;
+  uint64_t expected = record.expected, seen = record.seen;
+  if (CountsPieces(record.phase)) {
+    expected = CountIn(record.expected, record.call);
+    seen = CountIn(record.seen, record.call);
+  }
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%.1f", record.waited_ns * 1e-9);
   std::string line = "jax_ep: rank " + std::to_string(record.rank) + " of the " +
@@ -67,9 +78,8 @@ std::string Describe(const Watched& watched) {
   if (record.waited_ns > 0) line += " after " + std::string(seconds) + " s";
   if (record.peer >= 0) line += " waiting for rank " + std::to_string(record.peer);
   line += "; phase: " + std::string(PhaseText(record.phase)) +
-          "; expected: " + std::to_string(record.expected) +
-          "; seen: " + std::to_string(record.seen) +
-          "; call: " + std::to_string(record.call);
+          "; expected: " + std::to_string(expected) +
+          "; seen: " + std::to_string(seen) + "; call: " + std::to_string(record.call);
   if (record.channel >= 0) line += "; channel: " + std::to_string(record.channel);
   if (record.rank != watched.rank) {
     line += "; reported to rank " + std::to_string(watched.rank);

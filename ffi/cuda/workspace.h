@@ -126,11 +126,21 @@ constexpr int kNumStampedStages = 3;  // layout, dispatch, combine
 constexpr int64_t kStampsBytes =
     int64_t{kNumStampedStages} * kMaxStampedBlocks * kMaxStamps * 8;
 
-// uint64_t[kMaxChannels][kMaxRanks] each; the high half of a word is the ring
-// call it belongs to, so nothing is reset between calls. `head`: pieces that
+// uint64_t[kMaxChannels][kMaxRanks] each; a word has the ring call it belongs to, so
+// nothing is reset between calls. `head`: pieces that
 // rank has sent to us. `tail`: pieces that rank has consumed of ours.
 constexpr int64_t kHeadOffset = 64 * kKiB;
 constexpr int64_t kTailOffset = kHeadOffset + kMaxChannels * kMaxRanks * 8;
+// A signal word: the call's number above the count of pieces. 2^40 calls last for
+// years at any rate, and 2^24 pieces of a channel are more than memory holds.
+constexpr int kCountBits = 24;
+// The count of a call in a head or tail word; 0 if the word is older.
+JAX_EP_HD constexpr uint32_t CountIn(uint64_t word, uint64_t call) {
+  return word >> kCountBits == call
+             ? static_cast<uint32_t>(word) & ((1u << kCountBits) - 1)
+             : 0;
+}
+
 // Scratch of the layout, used by its own rank only.
 // uint32_t[kMaxTiles][E]: ids per tile and expert.
 constexpr int kMaxTiles = 64;

@@ -666,14 +666,15 @@ void BadOperands() {
 
 ErrorRecord* RecordOf(CUstream stream) { return LastCommon(stream).error; }
 
-void WriteRecord(ErrorRecord* record, int rank) {
+// The word that was seen may be of an earlier call.
+void WriteRecord(ErrorRecord* record, int rank, uint64_t calls_ago = 0) {
   record->phase = kPhaseCombineRows;
   record->rank = rank;
   record->peer = 1;
   record->channel = 3;
-  record->expected = 17;
-  record->seen = 16;
   record->call = 5;
+  record->expected = record->call << kCountBits | 17;
+  record->seen = (record->call - calls_ago) << kCountBits | 16;
   record->waited_ns = 2600000000;
   __atomic_store_n(&record->written, 1u, __ATOMIC_RELEASE);
 }
@@ -710,8 +711,9 @@ void TimeoutSeenAtOnce() {
   CallSite site("jax_ep_combine", For("jax_ep_combine", 2));
   CHECK_EQ(site.Instantiate(), std::string());
   AllFine(devices.Run(site, 1));
-  WriteRecord(RecordOf(devices.stream[1]), 0);
+  WriteRecord(RecordOf(devices.stream[1]), 0, /*calls_ago=*/1);
   Contains(CheckError(), "reported to rank 1");
+  Contains(CheckError(), "expected: 17; seen: 0");
 }
 
 // All devices of one launch get one answer: XLA makes them wait for each other.
