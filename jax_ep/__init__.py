@@ -1,5 +1,6 @@
 """Expert parallelism for JAX: dispatch and combine as differentiable custom calls."""
 
+from jax_ep import record, sizing, stamps
 from jax_ep.check import check
 from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
@@ -63,12 +64,15 @@ __all__ = [
     "plan_placement",
     "rank_loads",
     "receive_capacity",
+    "record",
     "router",
     "router_z_loss",
     "selection_bias_update",
     "sequence_load_balance_loss",
     "sharded_moe",
     "shared_experts",
+    "sizing",
+    "stamps",
     "topk_routing",
 ]
 
