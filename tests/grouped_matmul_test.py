@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import Backend
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import grouped_matmul as module
@@ -209,9 +211,52 @@ def test_a_cpu_takes_xla():
     assert kernels_for(jnp.bfloat16) == Kernels()
 
 
-@pytest.mark.skipif(
+needs_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
 )
+
+
+@needs_tokamax
+@pytest.mark.gpu
+def test_the_fastest_kernels_of_this_gpu():
+    """At sizes that no tile divides, inside a shard_map."""
+    (device,) = Backend("gpu", "ffi").devices(1)
+    kernels = module.FASTEST.get(device.device_kind)
+    if kernels is None:
+        pytest.skip(f"no kernels were measured on {device.device_kind}")
+    assert kernels_for(jnp.bfloat16) == kernels
+    rng = np.random.default_rng(0)
+    sizes = np.array([300, 0, 1, 131, 77], np.int32)
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    shapes = ((640, 320), (len(sizes), 320, 200), (640, 200))
+    lhs, rhs, d_out = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes
+    )
+    kept = jnp.arange(640)[:, None] < len(group)
+    lhs, d_out = jnp.where(kept, lhs, 0), jnp.where(kept, d_out, 0)
+
+    def run(lhs, rhs):
+        out = grouped_matmul(lhs, rhs, jnp.asarray(sizes))
+        return jnp.where(kept, out, 0)
+
+    mesh = Mesh(np.array([device]), ("expert",))
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
+    assert "triton" in jax.jit(run).lower(lhs, rhs).as_text()
+    out, pull = jax.vjp(jax.jit(run), lhs, rhs)
+    got = [np.asarray(a, np.float64) for a in (out, *pull(d_out))]
+    lhs, rhs, d_out = (np.asarray(a, np.float64) for a in (lhs, rhs, d_out))
+    expected = np.zeros(out.shape), np.zeros(lhs.shape), np.zeros(rhs.shape)
+    for e in range(len(sizes)):
+        rows = np.flatnonzero(group == e)
+        expected[0][rows] = lhs[rows] @ rhs[e]
+        expected[1][rows] = d_out[rows] @ rhs[e].T
+        expected[2][e] = lhs[rows].T @ d_out[rows]
+    for array, want in zip(got, expected, strict=True):
+        tolerance = 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max()
+        np.testing.assert_allclose(array, want, rtol=0, atol=tolerance)
+
+
+@needs_tokamax
 def test_tokamax_itself():
     args = operands(jnp.bfloat16)
     got = value_and_gradients(Kernels(ANY, ANY, ANY), *args)
