@@ -10,17 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
+from conftest import Backend
+from jax.sharding import Mesh
 from typer.testing import CliRunner
 
 from jax_ep import record
 from jax_ep.stamps import Stamps
 from jax_ep.tools import bench, measurement
-from jax_ep.tools.benchmark import memory_rate, phases, replay, request, routings
+from jax_ep.tools.benchmark import (
+    exchanges,
+    layer,
+    memory_rate,
+    overlap,
+    phases,
+    replay,
+    request,
+    routings,
+    setting,
+)
 from jax_ep.tools.benchmark import run as run_module
 from jax_ep.tools.benchmark.request import Request
 from jax_ep.tools.console import UserError
 
-SMALL = dict(tokens=16, hidden=32, expert_hidden=16, topk=2, experts=4, ranks=2)
+SHAPE = dict(tokens=16, hidden=32, expert_hidden=16, topk=2, experts=4, ranks=2)
+SMALL = dict(SHAPE, platform="cpu")
 STAGES = ["layout", "dispatch", "combine", "dispatch backward", "combine backward"]
 
 
@@ -125,6 +138,32 @@ def test_overlap_and_timeline(small):
     assert min(span.start for span in spans) == 0
 
 
+@pytest.mark.gpu
+def test_a_small_run_on_gpus():
+    Backend("gpu", "ffi").devices(2)
+    shape = dict(SHAPE, tokens=512, hidden=1024, expert_hidden=256, platform="gpu")
+    found = bench.measure(Request(**shape, routing="zipf", steps=2, alignment=8))
+    assert "not measured" not in found.about
+    assert min(found.ceilings.egress, found.ceilings.ingress) > 1e9
+    for each in found.exchanges:
+        # Rows of all ranks cross a link, and no faster than the ceilings say.
+        if each.stage != "layout":
+            assert 0 < each.floor_seconds < each.seconds
+            assert each.egress_bytes > 0 and each.ingress_bytes > 0
+        names = [set(rank) for rank in each.phases]
+        assert names == [{"issue", "drain", "epilogue"}] * 2
+        for rank in each.phases:
+            assert 0 < sum(rank.values()) < 1e-3
+    lanes = {span.lane for span in found.overlap.spans}
+    assert lanes == {"host", "rank 0", "rank 1"}
+    for lane in ("rank 0", "rank 1"):
+        mine = [span for span in found.overlap.spans if span.lane == lane]
+        moved = [span.name for span in mine if span.kind == "communication"]
+        assert sorted(moved) == ["combine", "dispatch", "layout"]
+        computed = {span.name for span in mine if span.kind == "compute"}
+        assert {"experts", "shared experts"} <= computed
+
+
 def test_json_is_all_there_is_on_standard_output(tmp_path):
     result = run(
         *options(**SMALL, routing="one-hot", shared_hidden=0, capacity="1x"), "--json"
@@ -137,6 +176,30 @@ def test_json_is_all_there_is_on_standard_output(tmp_path):
     assert document["overlap"]["independent_seconds"] == 0
     (tmp_path / "m.json").write_text(result.stdout)
     assert measurement.read(tmp_path / "m.json").routing == "one-hot"
+
+
+@pytest.mark.parametrize(
+    "name, products", [("shared", 16), ("experts", 24), ("layer", 16 + 24)]
+)
+def test_all_of_a_result_is_computed(name, products):
+    # 16 tokens and 24 rows of each rank meet three matrices of 32 x 8.
+    mesh = Mesh(np.array(Backend("cpu", "ffi").devices(2)), ("expert",))
+    ids = routings.make_ids("uniform", 2, 16, 1, 2)
+    bench = setting.Bench(
+        exchanges.Layer(16, 32, 1, 2, 24, dtype="float32"),
+        ids,
+        mesh,
+        (),
+        routing="",
+        may_drop=True,
+    )
+    lowered = bench.lower()
+    arrays = bench.arrays({n: lowered[n].compile() for n in ("arrays", "handle")})
+    arrays["params"] = layer.make_params(bench.layer, layer.Widths(8, 8), mesh)
+    for count in (1, 2):
+        program = overlap._job(bench, arrays, name, count).program
+        least = count * products * 2 * 32 * 8 * 3
+        assert program.cost_analysis()["flops"] >= least
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
@@ -164,6 +227,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
             dict(capacity="3000000000"),
             "capacity (=3000000000) must be below 2**31: rows are int32.",
         ),
+        (dict(platform="tpu"), "platform (=tpu) must be cpu or gpu."),
         (dict(dtype="int8"), "dtype (=int8) must be bfloat16, float16, float32."),
         (
             dict(routing="zipff"),
@@ -257,7 +321,7 @@ def test_capacity(capacity, rows):
 def test_devices_are_made_before_jax_starts():
     code = (
         "from jax_ep.tools.benchmark.request import find_devices;"
-        "print(len(find_devices(3)))"
+        "print(len(find_devices(3, 'cpu')))"
     )
     env = dict(PATH="/usr/bin:/bin", JAX_PLATFORMS="cpu")
     done = subprocess.run(
@@ -296,11 +360,13 @@ def test_each_group_of_ranks_is_a_batch(tmp_path):
         tmp_path / "r", num_experts=4, shares={"data": 2, "expert": 2}
     ) as recorder:
         recorder.add(0, {"a": jnp.array([[0], [0], [2], [3]])})
-    case = request.resolve(Request(routing=str(tmp_path / "r")))
+    case = request.resolve(Request(routing=str(tmp_path / "r"), platform="cpu"))
     assert case.replay.ids.tolist() == [[[[0]], [[0]]], [[[2]], [[3]]]]
     assert case.layer.tokens == 1
     # Over 4 ranks of the user's, they are one exchange.
-    case = request.resolve(Request(routing=str(tmp_path / "r"), ranks=4))
+    case = request.resolve(
+        Request(routing=str(tmp_path / "r"), platform="cpu", ranks=4)
+    )
     assert case.replay.ids.tolist() == [[[[0]], [[0]], [[2]], [[3]]]]
 
 
@@ -324,11 +390,11 @@ def test_a_recording_that_goes_on_says_so(tmp_path):
 )
 def test_a_recording_that_does_not_fit(recording, change, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        request.resolve(Request(routing=str(recording), **change))
+        request.resolve(Request(routing=str(recording), platform="cpu", **change))
 
 
 def test_a_recording_decides_tokens_ranks_and_experts(recording):
-    case = request.resolve(Request(routing=str(recording), hidden=64))
+    case = request.resolve(Request(routing=str(recording), hidden=64, platform="cpu"))
     layer = case.layer
     assert (layer.tokens, layer.topk, layer.experts) == (2, 2, 4)
     assert layer.hidden == 64 and len(case.devices) == 2

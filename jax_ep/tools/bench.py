@@ -33,6 +33,9 @@ def bench(
     ranks: Annotated[
         int | None, typer.Option(help="R; all GPUs, or 4 CPU devices.")
     ] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="cpu or gpu; GPUs where there are any.")
+    ] = None,
     routing: Annotated[
         str, typer.Option(help="uniform, zipf, one-hot, or a recorded file.")
     ] = "uniform",
@@ -62,11 +65,12 @@ def bench(
         bool, typer.Option("--json", help="Prints the measurement alone.")
     ] = False,
 ) -> None:
-    """Measure layout, dispatch, combine and the experts, on your shapes and routing.
+    """Measure the exchanges and the experts on your shapes and your routing.
 
-    Every result is first compared with the reference, bit by bit. Then: the time of
-    each exchange and how much of this machine's speed it reaches; rows and time of
-    every rank; and what runs beside what. Runs on all GPUs, else on CPU devices.
+    Every result is first compared with the reference, bit by bit. Then: the
+    time of each exchange, and how much of this machine's speed it reaches;
+    rows and time of every rank; and what runs beside what. Runs on all GPUs,
+    else on CPU devices.
     """
     if out is not None:
         check_writable(out)
@@ -79,6 +83,7 @@ def bench(
             shared_hidden=shared_hidden,
             topk=topk,
             experts=experts,
+            platform=platform,
             ranks=ranks,
             capacity=capacity,
             alignment=alignment,

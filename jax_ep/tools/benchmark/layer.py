@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -55,7 +56,7 @@ def communication_step(layer: Layer, x, ids, weights):
 def experts_step(layer: Layer, y, handle, row_weights, params):
     """A rank's experts on its own rows."""
     del layer
-    return after(y, jax_ep.experts(y, handle, params, recv_weights=row_weights))
+    return after(y, _whole(jax_ep.experts(y, handle, params, recv_weights=row_weights)))
 
 
 def shared_step(layer: Layer, x, params):
@@ -63,7 +64,12 @@ def shared_step(layer: Layer, x, params):
     del layer
     out = jax_ep.shared_experts(x, params)
     assert out is not None  # or this step would not be asked for
-    return after(x, out)
+    return after(x, _whole(out))
+
+
+def _whole(result: jax.Array) -> jax.Array:
+    """The result, of which XLA might else compute the one element that is used."""
+    return lax.optimization_barrier(result)
 
 
 def layer_step(layer: Layer, x, ids, weights, params):

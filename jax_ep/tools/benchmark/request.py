@@ -29,6 +29,7 @@ class Request:
     Attributes:
       tokens, hidden, expert_hidden, topk, experts: T, H, F, K, E.
       shared_hidden: S of the shared expert; None is F, 0 is none.
+      platform: "cpu" or "gpu"; None is GPUs where there are any.
       ranks: R; None is all GPUs, or `CPU_RANKS` CPU devices, or that of a recording.
       capacity: rows, "2x" (of T*K), "dropless", or "demand": as many as the busiest
         rank needs in any step, padding included.
@@ -46,6 +47,7 @@ class Request:
     shared_hidden: int | None = None
     topk: int | None = None
     experts: int | None = None
+    platform: str | None = None
     ranks: int | None = None
     capacity: str = "demand"
     alignment: int = 1
@@ -104,7 +106,7 @@ def resolve(request: Request) -> Case:
     wanted = request.ranks
     if wanted is None and recorded is not None:
         wanted = recorded.ids.shape[1]
-    devices = find_devices(wanted)
+    devices = find_devices(wanted, request.platform)
     shape = _filled(request, devices[0].platform)
     ids = recorded
     if ids is None:
@@ -135,11 +137,12 @@ def resolve(request: Request) -> Case:
     return Case(devices[:ranks], ids, layer, widths)
 
 
-def find_devices(wanted: int | None) -> list[Any]:
+def find_devices(wanted: int | None, platform: str | None = None) -> list[Any]:
     """The ranks. CPU devices are as many as are wanted, if JAX has not started.
 
     Args:
       wanted: R; None is all GPUs, or `CPU_RANKS` CPU devices.
+      platform: "cpu" or "gpu"; None is GPUs where there are any.
 
     Raises:
       UserError: too few, or neither CPU devices nor GPUs.
@@ -151,10 +154,18 @@ def find_devices(wanted: int | None) -> list[Any]:
             jax.config.update("jax_num_cpu_devices", wanted or CPU_RANKS)
         except RuntimeError:
             pass  # JAX has started: there are the devices that there are.
-    devices = jax.local_devices()
+    if platform not in (None, *_DEFAULTS):
+        raise UserError(f"platform (={platform}) must be cpu or gpu.")
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise UserError(
+            f"platform (={platform}) must be one that JAX has here: {line}"
+        ) from None
     platform = devices[0].platform
     if platform not in _DEFAULTS:
-        raise UserError(f"platform (={platform}) must be cpu or gpu.")
+        raise UserError(f"platform (={platform}) must be cpu or gpu: see --platform.")
     if wanted is None:
         wanted = len(devices) if platform == "gpu" else min(CPU_RANKS, len(devices))
     if len(devices) < wanted:
