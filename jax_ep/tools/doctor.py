@@ -39,9 +39,10 @@ def doctor(
 ) -> None:
     """Is this machine fit for jax_ep? Says what to do about each problem.
 
-    Looks at versions, the compiled module, GPUs and their links, the kernels' compiler
-    and NCCL, and makes a real exchange on the CPU devices and on the GPUs, compared bit
-    for bit. Exit status 0: healthy, 1: a problem.
+    Looks at versions, the compiled module, GPUs and their links, NVRTC and NCCL; then
+    makes a real exchange on CPU devices and on the GPUs, compared bit for bit.
+
+    Exit status 0: healthy, 1: a problem.
     """
     if not timeout > 0:
         raise console.UserError(f"--timeout (={timeout:g}) must be positive.")
@@ -151,13 +152,14 @@ def show(outcomes: list[Outcome]) -> None:
     num_problems = sum(outcome.state == "problem" for outcome in outcomes)
     num_healthy = sum(outcome.state == "healthy" for outcome in outcomes)
     console.console.print()
+    checks = "check" if num_healthy == 1 else "checks"
     if num_problems:
         noun = "problem" if num_problems == 1 else "problems"
         console.console.print(
             f"[bold red]{num_problems} {noun}[/], {num_healthy} healthy."
         )
     else:
-        console.console.print(f"[bold green]Healthy[/]: {num_healthy} checks.")
+        console.console.print(f"[bold green]Healthy[/]: {num_healthy} {checks}.")
 
 
 def _shortened(outcomes: list[Outcome]) -> list[Outcome]:

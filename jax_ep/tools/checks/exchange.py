@@ -41,7 +41,7 @@ def main(platform: str) -> int:
         wrong = differences(got, want)
         if wrong:
             raise RuntimeError(
-                f"{', '.join(wrong)} differ from implementation='xla' in a bit"
+                f"not the bits of implementation='xla': {', '.join(wrong)}"
             )
         say(stage="timing")
         seconds = []
@@ -51,7 +51,7 @@ def main(platform: str) -> int:
             seconds.append(time.perf_counter() - start)
         jax_ep.check()
         if wrong := differences(got, want):
-            raise RuntimeError(f"{', '.join(wrong)} differ when run again")
+            raise RuntimeError(f"other bits when run again: {', '.join(wrong)}")
         say(seconds=statistics.median(seconds), arrays=len(jax.tree.leaves(got)))
     except Exception as error:
         say(error=" ".join(f"{type(error).__name__}: {error}".split()))

@@ -154,7 +154,7 @@ def _memory(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Outcome:
             name, f"{variable} is {given!r}, which is no number", f"{variable}=0.75"
         )
     left = smallest * (1 - fraction)
-    found = f"{total}; XLA takes {fraction:.0%}, {left / _GIB:.1f} GiB stay for"
+    found = f"{total}; XLA takes {fraction * 100:g}%, {left / _GIB:.1f} GiB stay for"
     if left < needed:
         return SUBJECT.problem(
             name,

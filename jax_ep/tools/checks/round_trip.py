@@ -121,9 +121,9 @@ def judge(platform: Platform, ended: Ended, timeout_s: float) -> Outcome:
     words: dict[str, Any] = {"stage": "starting Python"}
     for line in ended.lines:
         words |= line
-    where = f"while {words['stage']}"
+    where = f'at "{words["stage"]}"'
     if ended.status is None:
-        return SUBJECT.problem(name, f"no end after {timeout_s:g} s {where}", remedy)
+        return SUBJECT.problem(name, f"no end after {timeout_s:g} s, {where}", remedy)
     if "error" in words:
         return SUBJECT.problem(name, f"{where}: {words['error']}", remedy)
     if ended.status or "seconds" not in words:

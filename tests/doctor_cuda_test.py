@@ -1,0 +1,344 @@
+"""The doctor on GPUs, the kernels' compiler and NCCL, told by stand-ins."""
+
+import errno
+import os
+import types
+from pathlib import Path
+
+import pytest
+from doctor_test import line, problems
+
+from jax_ep.tools.checks import driver, gpus, kernels, nccl
+
+DEV = ["/dev/nvidia0", "/dev/nvidia1"]
+KINDS = ["NVIDIA H200"] * 2
+
+
+def two_gpus(capability=(9, 0), has_access=True, has_atomics=True, gib=140):
+    gpu = driver.Gpu("NVIDIA H200", capability, gib * 2**30)
+    links = [driver.Link(a, b, has_access, has_atomics) for a, b in ((0, 1), (1, 0))]
+    return driver.Driver("13.0", (gpu, gpu), tuple(links))
+
+
+def look(environment=None, system=DEV, seen=KINDS, why="", found=None):
+    found = two_gpus() if found is None else found
+    return gpus.check(system, seen, why, found, environment or {})
+
+
+def test_gpus_in_order():
+    outcomes = look()
+    assert problems(outcomes) == []
+    assert {outcome.name: outcome.found for outcome in outcomes} == {
+        "JAX sees": "2: NVIDIA H200",
+        "capability": "9.0; driver for CUDA 13.0",
+        "peer access": "all 2 ordered pairs, all with native atomics, as over NVLink",
+        "memory": "140 GiB each; XLA takes 75%, 35.0 GiB stay for a workspace of "
+        "64 MiB, CUDA and NCCL",
+    }
+
+
+def test_no_gpus():
+    outcomes = look(system=[], seen=[])
+    assert {(o.state, o.found) for o in outcomes} == {
+        ("not applicable", "no CUDA devices")
+    }
+
+
+def test_gpus_that_jax_does_not_see():
+    state, found, remedy = line(look(seen=[], why="no plugin"), "JAX sees")
+    assert (state, found) == (
+        "problem",
+        "none of the 2 GPUs of this machine (/dev/nvidia0, ...): no plugin",
+    )
+    assert remedy == (
+        "Python 3.12 or later with pip install -U 'jax_ep[cuda13]'; the NVIDIA driver "
+        "must be one for CUDA 13 (nvidia-smi shows it)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("JAX_PLATFORMS", "cpu"),
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", "-1"),
+    ],
+)
+def test_gpus_that_the_user_hides(variable, value):
+    outcomes = look({variable: value}, seen=[])
+    assert {(o.state, o.found) for o in outcomes} == {
+        ("not applicable", f"{variable}={value} leaves the GPUs out")
+    }
+
+
+def test_gpus_that_the_user_names():
+    for environment in (
+        {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "2,3"},
+        {"JAX_PLATFORMS": "gpu"},
+    ):
+        assert gpus.hidden_by(environment) == ""
+
+
+def test_gpus_too_old():
+    assert line(look(found=two_gpus((8, 0))), "capability") == (
+        "problem",
+        "expected >= 9.0 (Hopper), got 8.0; driver for CUDA 13.0",
+        "implementation='xla' runs on these GPUs, without our kernels.",
+    )
+
+
+def test_gpus_without_peer_access():
+    state, found, remedy = line(look(found=two_gpus(has_access=False)), "peer access")
+    assert (state, found) == ("problem", "none between the GPUs 0-1, 1-0")
+    assert remedy.startswith("Choose GPUs of one NVLink domain")
+    assert line(look(found=two_gpus(has_atomics=False)), "peer access") == (
+        "healthy",
+        "all 2 ordered pairs, 0 with native atomics: the others are not NVLink",
+        None,
+    )
+
+
+def test_no_memory_for_the_workspace():
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9999"}
+    assert line(look(environment), "memory") == (
+        "problem",
+        "140 GiB each; XLA takes 99.99%, 0.0 GiB stay for a workspace of 64 MiB, CUDA "
+        "and NCCL",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.75, or XLA_PYTHON_CLIENT_PREALLOCATE=false",
+    )
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    assert line(look(environment), "memory")[0] == "healthy"
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}
+    assert line(look(environment), "memory") == (
+        "problem",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION is 'most', which is no number",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.75",
+    )
+
+
+def test_a_driver_that_fails():
+    outcomes = look(found=driver.Driver(error="cuInit: CUDA_ERROR_NO_DEVICE"))
+    assert line(outcomes, "driver") == (
+        "problem",
+        "cuInit: CUDA_ERROR_NO_DEVICE",
+        "Install an NVIDIA driver for CUDA 12 or later.",
+    )
+
+
+def test_what_is_asked_of_the_driver():
+    """By a stand-in for cuda-python: two Hoppers, access in one direction alone."""
+    asked = {75: 9, 76: 0}
+    api = types.SimpleNamespace(
+        CUdevice_attribute=types.SimpleNamespace(
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76,
+        ),
+        CUdevice_P2PAttribute=types.SimpleNamespace(
+            CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3
+        ),
+        cuInit=lambda flags: (0,),
+        cuDriverGetVersion=lambda: (0, 12040),
+        cuDeviceGetCount=lambda: (0, 2),
+        cuDeviceGet=lambda n: (0, f"device {n}"),
+        cuDeviceGetName=lambda size, device: (0, device.encode() + b"\0\0"),
+        cuDeviceGetAttribute=lambda which, device: (0, asked[which]),
+        cuDeviceTotalMem=lambda device: (0, 2**37),
+        cuDeviceCanAccessPeer=lambda a, b: (0, int(a < b)),
+        cuDeviceGetP2PAttribute=lambda which, a, b: (0, int(which == 3)),
+    )
+    assert driver._ask(api) == driver.Driver(
+        "12.4",
+        tuple(driver.Gpu(f"device {n}", (9, 0), 2**37) for n in range(2)),
+        (driver.Link(0, 1, True, True), driver.Link(1, 0, False, True)),
+    )
+    api.cuDeviceTotalMem = lambda device: (999, None)
+    with pytest.raises(RuntimeError, match=r"^cuDeviceTotalMem: 999$"):
+        driver._ask(api)
+
+
+def usage(*_, **__):
+    return [(None, None, types.SimpleNamespace(registers=80))]
+
+
+def compiler(**changed):
+    given = dict(
+        version=lambda: (13, 5), include_folder=lambda: Path("/cuda"), report=usage
+    )
+    return kernels.check(True, ("sm_90a",), **(given | changed))
+
+
+def raises(error: Exception):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+def test_a_compiler_in_order():
+    outcomes = compiler()
+    assert [outcome.state for outcome in outcomes] == ["healthy"] * 3
+    assert line(outcomes, "NVRTC")[1] == "13.5"
+    assert line(outcomes, "headers")[1] == "/cuda"
+    found = line(outcomes, "compilation")[1]
+    assert found.startswith("layout for sm_90a in ")
+    assert found.endswith(" s, 80 registers a thread")
+
+
+def test_a_compiler_that_is_not_needed():
+    outcomes = kernels.check(False, ("sm_90a",), version=raises(AssertionError()))
+    assert {(o.state, o.found) for o in outcomes} == {
+        ("not applicable", "no CUDA devices")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("NVRTC", dict(version=raises(ImportError("no\nNVRTC")))),
+        ("headers", dict(include_folder=raises(ImportError("no\nheaders")))),
+    ],
+)
+def test_a_missing_part_of_the_compiler(name, changed):
+    outcomes = compiler(report=raises(AssertionError("compiled")), **changed)
+    assert line(outcomes, name) == (
+        "problem",
+        f"no {name}",
+        "On Python 3.12 or later: pip install -U 'jax_ep[cuda13]'",
+    )
+    assert line(outcomes, "compilation") == (
+        "not applicable",
+        "needs NVRTC and the headers",
+        None,
+    )
+
+
+def test_a_compiler_that_fails():
+    state, found, remedy = line(
+        compiler(report=raises(RuntimeError("jax_ep: NVRTC failed.\nline 1"))),
+        "compilation",
+    )
+    assert (state, found) == ("problem", "jax_ep: NVRTC failed. line 1")
+    assert remedy.startswith("NVRTC and the headers must be of one CUDA release.")
+
+
+def test_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_EP_CACHE_DIR", raising=False)
+    folder = tmp_path / "new" / "cache"
+    found = kernels.check_cache(True, folder)
+    assert (found.state, found.found) == ("healthy", f"{folder}, 0 kernels")
+    assert list(folder.iterdir()) == []
+    assert kernels.check_cache(False, tmp_path / "other").state == "not applicable"
+    assert not (tmp_path / "other").exists()
+    none = kernels.check_cache(True, None)
+    assert (none.state, none.found) == (
+        "problem",
+        "none: no home folder, so every process compiles its own kernels",
+    )
+
+
+def test_a_cache_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    """Also where nobody needs it, if the user has named it."""
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    monkeypatch.setenv("JAX_EP_CACHE_DIR", str(file / "cache"))
+    found = kernels.check_cache(False, file / "cache")
+    assert (found.state, found.found, found.remedy) == (
+        "problem",
+        f"{file / 'cache'} cannot be written to (Not a directory): every process "
+        "compiles its own kernels",
+        "JAX_EP_CACHE_DIR may name a folder that can be written to.",
+    )
+
+
+def test_a_read_only_cache_folder(tmp_path, monkeypatch):
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+    monkeypatch.setattr(kernels.tempfile, "NamedTemporaryFile", raises(error))
+    found = kernels.check_cache(True, tmp_path)
+    assert found.found == (
+        f"{tmp_path} cannot be written to (Read-only file system): every process "
+        "compiles its own kernels"
+    )
+
+
+def library(version: int, *names: str):
+    """A stand-in for the shared library."""
+
+    def get_version(pointer):
+        pointer._obj.value = version
+        return 0
+
+    functions = dict.fromkeys(names, lambda: 0)
+    return lambda path: types.SimpleNamespace(ncclGetVersion=get_version, **functions)
+
+
+WINDOWS = ("ncclMemAlloc", "ncclCommWindowRegister", "ncclTeamLsa")
+UPGRADE = "pip install -U 'nvidia-nccl-cu13>=2.28.9'"
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "how"),
+    [
+        (22809, WINDOWS, "the window's layout of 2.28"),
+        (23203, (*WINDOWS, "ncclGetLsaDevicePointer"), "ncclGetLsaDevicePointer"),
+    ],
+)
+def test_nccl_in_order(version, names, how):
+    outcomes = nccl.check(True, "libnccl.so.2", {}, load=library(version, *names))
+    assert problems(outcomes) == []
+    text = {22809: "2.28.9", 23203: "2.32.3"}[version]
+    assert line(outcomes, "library")[1] == f"{text}, libnccl.so.2"
+    found = f"ncclCommWindowRegister; peers' addresses by {how}"
+    assert line(outcomes, "symmetric windows")[1] == found
+
+
+def test_nccl_too_old():
+    outcomes = nccl.check(True, "libnccl.so.2", {}, load=library(22707, *WINDOWS))
+    assert line(outcomes, "library") == (
+        "problem",
+        "expected >= 2.28, got 2.27.7",
+        UPGRADE,
+    )
+
+
+def test_nccl_that_lacks_functions():
+    outcomes = nccl.check(True, "libnccl.so.2", {}, load=library(22901, *WINDOWS[:2]))
+    assert line(outcomes, "symmetric windows") == (
+        "problem",
+        "2.29.1 lacks ncclTeamLsa, ncclGetLsaDevicePointer",
+        UPGRADE,
+    )
+
+
+def test_nccl_without_symmetric_memory():
+    outcomes = nccl.check(
+        True, "x", {"NCCL_CUMEM_ENABLE": "0"}, load=library(22809, *WINDOWS)
+    )
+    assert line(outcomes, "symmetric windows") == (
+        "problem",
+        "NCCL_CUMEM_ENABLE=0 turns them off",
+        "Unset NCCL_CUMEM_ENABLE.",
+    )
+
+
+def test_no_nccl(tmp_path):
+    """A library that is really looked for."""
+    path = str(tmp_path / "libnccl.so.2")
+    state, found, remedy = line(nccl.check(True, path, {}), "library")
+    assert state == "problem" and found.startswith(f"{path}: cannot open shared object")
+    assert remedy == UPGRADE
+    assert line(nccl.check(False, path, {}), "library")[0] == "not applicable"
+
+
+def test_gpus_of_the_system(monkeypatch, tmp_path):
+    """Device files, or what nvidia-smi lists, however it ends."""
+    monkeypatch.setattr(gpus.glob, "glob", lambda pattern: [])
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: str(program))
+    assert gpus.nvidia_devices() == []  # It cannot be run.
+    for text, expected in (
+        ("GPU 0: NVIDIA H200 (UUID: x)", ["GPU 0: NVIDIA H200 (UUID: x)"]),
+        ("NVIDIA-SMI has failed because it could not reach the driver", []),
+    ):
+        program.write_text(f"#!/bin/sh\necho '{text}'\n")
+        program.chmod(0o755)
+        assert gpus.nvidia_devices() == expected
