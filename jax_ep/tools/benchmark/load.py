@@ -68,15 +68,14 @@ def rank_seconds(
     two times of a device is the routing, and nothing waits for another rank.
     """
     ranks = []
-    for rank, device in enumerate(bench.mesh.devices.flat):
-        share = functools.partial(_share, rank, Mesh(np.array([device]), (AXIS,)))
+    for device in bench.mesh.devices.flat:
+        mesh = Mesh(np.array([device]), (AXIS,))
+        share = functools.partial(_share, device, mesh)
         # A copy: the program gives its carry away, and the other ranks' need theirs.
         carry = share(arrays["y"]).copy()
         rest = share(arrays["row_weights"]), share(params)
         program = on_ranks(
-            lambda *args: experts_step(bench.layer, *args),
-            Mesh(np.array([device]), (AXIS,)),
-            donate_argnums=0,
+            lambda *args: experts_step(bench.layer, *args), mesh, donate_argnums=0
         )
         compiled = program.lower(carry, share(found.handles[0]), *rest).compile()
         ranks.append((share, carry, rest, compiled))
@@ -98,12 +97,12 @@ def rank_seconds(
     return [[float(time) for time in step] for step in seconds]
 
 
-def _share(rank: int, mesh: Mesh, tree):
-    """What a rank holds of arrays over all ranks, as arrays of its device alone."""
+def _share(device, mesh: Mesh, tree):
+    """What a device holds of arrays over all ranks, as arrays of its own mesh."""
     sharding = NamedSharding(mesh, P(AXIS))
 
     def share(array):
-        part = array.addressable_shards[rank].data
+        (part,) = (s.data for s in array.addressable_shards if s.device == device)
         return jax.make_array_from_single_device_arrays(part.shape, sharding, [part])
 
     return jax.tree.map(share, tree)
