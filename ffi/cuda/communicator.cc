@@ -311,8 +311,8 @@ std::string CopyStamps(std::vector<StampRecord>* records) {
     std::lock_guard<std::mutex> slot_lock(slot.mutex);
     if (slot.generations.empty()) continue;
     const Workspace& workspace = *slot.generations.back();
-    if (!IsMapped(driver, workspace)) continue;
     ScopedContext current(driver, workspace.context);
+    if (!IsMapped(driver, workspace)) continue;
     Stream stream(driver);
     if (stream.result != 0) return driver.Describe("cuStreamCreate", stream.result);
     const CUdeviceptr from = workspace.peers[workspace.rank] + kStampsOffset;

@@ -731,6 +731,48 @@ void TimeoutBetweenDevices() {
   Contains(devices.RunOn(site, 0, 3), "gave up");
 }
 
+// A stamped dispatch of two blocks, as its kernel leaves it behind.
+void WriteStamps(const LaunchConfig* config, const char* kernel, void* params) {
+  Record(config, kernel, params);
+  const CommonParams common = LastCommon(config->stream);
+  auto* words = reinterpret_cast<int64_t*>(common.peers[common.rank] + kStampsOffset);
+  for (int block : {0, 2}) {
+    int64_t* stamps = words + (kMaxStampedBlocks + block) * kMaxStamps;
+    stamps[kStampBegan] = 100 + 10 * common.rank + block;
+    stamps[kStampLastSend] = 200;
+    stamps[kStampLastRow] = 300 + block;
+  }
+}
+
+// From a thread without a context: every rank's stamps, once.
+void Stamps() {
+  Open();
+  OnLaunch(WriteStamps);
+  Devices devices(Group(2));
+  CallSite site("jax_ep_dispatch", For("jax_ep_dispatch", 2));
+  CHECK_EQ(site.Instantiate(), std::string());
+  AllFine(devices.Run(site, 1));
+  std::vector<StampRecord> records;
+  CHECK_EQ(TakeStamps(&records), std::string());
+  CHECK_EQ(records.size(), size_t{2});
+  const std::vector<std::string> names = {"began", "last_send", "last_arrival",
+                                          "last_row"};
+  std::set<int> ranks;
+  for (const StampRecord& record : records) {
+    ranks.insert(record.rank);
+    CHECK_EQ(record.stage, std::string("dispatch"));
+    CHECK_EQ(record.device, devices.ordinal[record.rank]);
+    CHECK_EQ(record.names == names, true);
+    const int64_t began = 100 + 10 * record.rank;
+    const std::vector<int64_t> times = {began, 200, 0, 300, began + 2, 200, 0, 302};
+    CHECK_EQ(record.times == times, true);
+  }
+  CHECK_EQ(ranks.size(), size_t{2});
+  records.clear();
+  CHECK_EQ(TakeStamps(&records), std::string());
+  CHECK_EQ(records.size(), size_t{0});
+}
+
 const std::pair<const char*, void (*)()> kTests[] = {
     {"launches", Launches},
     {"reversed_devices", ReversedDevices},
@@ -756,6 +798,7 @@ const std::pair<const char*, void (*)()> kTests[] = {
     {"timeout", Timeout},
     {"timeout_seen_at_once", TimeoutSeenAtOnce},
     {"timeout_between_devices", TimeoutBetweenDevices},
+    {"stamps", Stamps},
 };
 
 }  // namespace

@@ -114,7 +114,9 @@ CUresult StreamDestroy(CUstream stream) {
   delete stream;
   return 0;
 }
+// These ask for the calling thread's context, as the driver's own do.
 CUresult MemAlloc(CUdeviceptr* pointer, size_t bytes) {
+  if (current.empty()) return kInvalidContext;
   if (CUresult result = Injected("cuMemAlloc")) return result;
   void* memory = std::malloc(bytes);
   standin_map(memory, bytes);
@@ -122,6 +124,7 @@ CUresult MemAlloc(CUdeviceptr* pointer, size_t bytes) {
   return 0;
 }
 CUresult MemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointer) {
+  if (current.empty()) return kInvalidContext;
   if (CUresult result = Injected("cuMemGetAddressRange")) return result;
   std::lock_guard<std::mutex> lock(mutex);
   auto it = ranges.upper_bound(pointer);
@@ -133,11 +136,13 @@ CUresult MemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointe
   return 0;
 }
 CUresult MemHostAlloc(void** pointer, size_t bytes, unsigned flags) {
+  if (current.empty()) return kInvalidContext;
   if (flags != (kHostAllocPortable | kHostAllocDeviceMap)) return kInvalidValue;
   *pointer = std::malloc(bytes);
   return Injected("cuMemHostAlloc");
 }
 CUresult MemHostGetDevicePointer(CUdeviceptr* device, void* host, unsigned) {
+  if (current.empty()) return kInvalidContext;
   *device = reinterpret_cast<CUdeviceptr>(host);
   return 0;
 }
