@@ -65,7 +65,10 @@ class MoEConfig:
       max_rounds: most rounds of it; None is as many as the worst routing needs.
       eval_capacity_factor: what `evaluation()` puts in its place; None keeps it, -1 is
         dropless.
-      expert_alignment: A; each expert's rows start on a multiple of it.
+      expert_alignment: A; each expert's rows start on a multiple of it. The default, 1,
+        is what `grouped_matmul` does best with: its kernels begin their tiles at each
+        expert's first row, wherever that is, so padding only adds rows. Kernels of
+        your own may want more.
       implementation: None, "ffi" or "xla", see `dispatch_layout`.
       num_sms: most SMs that a CUDA kernel may use; None for the default.
       timeout_s: seconds after which a wait for another rank becomes an error.
@@ -125,6 +128,10 @@ class MoEConfig:
         ):
             if getattr(self, name) < 1:
                 self._refuse(name, "must be at least 1")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not (isinstance(value, int) and value in (0, 1)):
+                self._refuse(field.name, "must be True or False")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, f"must be one of {choices}")
@@ -323,6 +330,8 @@ def _translated(field: str, value: Any) -> Any:
         return None
     if field == "activation":
         return _OTHER_ACTIVATIONS.get(value, value)
+    if field == "dropless_fallback" and value in ("layer", "step"):
+        return True  # MaxText's: where it starts over. Here rounds go on.
     if field in ("n_group", "topk_group") and value in (-1, 0):
         return None  # No groups.
     return value

@@ -53,6 +53,9 @@ def experts(
 
     Derivative: of recv_x, recv_weights and every parameter. That of an expert without
     rows is exactly zero, whatever the grouped product says about empty groups.
+
+    Source: gated linear units, arXiv:2002.05202, section 2; experts as grouped products
+    over rows of their own, without padding to a capacity, arXiv:2211.15841.
     """
     if recv_weights is not None and params.down_bias is not None:
         raise ValueError(
@@ -102,6 +105,12 @@ def shared_experts(
     Returns:
       `[T, H]` in x's dtype, times `sigmoid(x @ shared_expert_gate)` where there is one
       (Qwen2-MoE); None without shared experts.
+
+    Derivative: of x and the `shared_*` parameters.
+
+    Source: shared expert isolation, DeepSeekMoE, arXiv:2401.06066, section 3.2; n shared
+    experts of width F are one of width n F. The gate is of Qwen2-MoE's model code in
+    `transformers`.
     """
     if params.shared_down_proj is None:
         return None
@@ -120,7 +129,7 @@ def shared_experts(
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
-    """`act(gate) * up` in float32; for "clipped_swiglu" as below.
+    """`act(gate) * up` in float32 (arXiv:2002.05202); "clipped_swiglu" as below.
 
     GPT-OSS's model code: `gate = min(gate, 7)`, `up = clip(up, -7, 7)`, and
     `(up + 1) * gate * sigmoid(1.702 * gate)`.

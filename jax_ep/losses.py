@@ -220,6 +220,11 @@ def moe_stats(
 
     Returns:
       `MoEStats`, the same on all ranks of `axis_name`.
+
+    Derivative: of the three losses, through the routing's probabilities and logits.
+
+    Source: of each loss, its own function. `router_entropy` is the mean over tokens of
+    `-sum_e p_e log p_e`, and `max_load_ratio` is `max_e load_e / mean_e load_e`.
     """
     num_slots = handle.num_tokens * handle.num_topk
     if config.load_balance_scope == "sequence":

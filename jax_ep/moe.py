@@ -69,6 +69,10 @@ def moe(
 
     On the wire: see `dispatch` and `combine`; the statistics are a few all-reduces of
     E numbers, gone where nobody reads them.
+
+    Source: `y = sum over the top k experts e of g_e(x) * E_e(x)`, arXiv:1701.06538,
+    equation 1, plus shared experts (`shared_experts`). What each model departs in is in
+    `topk_routing` and `MoEConfig`.
     """
     axis = expert_axis("moe", axis_name)
     check_params("moe", params, config)
@@ -171,6 +175,9 @@ def receive_capacity(
 
     Returns:
       C; None where there are no tokens.
+
+    Source: the capacity factor of Switch Transformer, arXiv:2101.03961, equation 3, per
+    rank in place of per expert, so that its experts share what room there is.
     """
     if not num_tokens:
         return None

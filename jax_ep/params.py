@@ -152,6 +152,9 @@ def init_params(key: jax.Array, config: MoEConfig, dtype: Any = jnp.float32):
 
     Returns:
       `MoEParams` of arrays over all E experts.
+
+    Source: variance 1/fan-in (LeCun et al., Efficient BackProp, 1998), the fan of each
+    expert's own matrix.
     """
     info = param_info(config)
     keys = jax.random.split(key, len(info))

@@ -50,7 +50,16 @@ class Placement:
 
 
 def identity_placement(num_experts: int) -> Placement:
-    """Each of `num_experts` experts in the slot of its own number, without replicas."""
+    """Each expert in the slot of its own number, without replicas.
+
+    On the host, in NumPy.
+
+    Args:
+      num_experts: E.
+
+    Returns:
+      A `Placement` with P = E and M = 1: what the layers do without one.
+    """
     slots = np.arange(num_experts, dtype=np.int32)
     return Placement(slots, slots[:, None], np.ones_like(slots))
 
@@ -138,6 +147,9 @@ def rank_loads(loads, placement: Placement, *, num_ranks: int) -> np.ndarray:
       loads: `[E]`, rows routed to each logical expert.
       placement: as planned, or `identity_placement(E)` for the layout without a plan.
       num_ranks: R, a divisor of P.
+
+    Returns:
+      `[R]`; their sum is that of `loads`.
     """
     share = np.asarray(loads, np.float64) / np.asarray(placement.num_replicas)
     return share[np.asarray(placement.phys_to_log)].reshape(num_ranks, -1).sum(axis=1)
@@ -169,6 +181,8 @@ def place_topk(
 
     Cost: one sort of T*K integers on each rank, none without replicas (M = 1). Nothing
     on the wire.
+
+    Source: the logical-to-physical map of DeepSeek's load balancer (EPLB).
     """
     axis = expert_axis("place_topk", axis_name)
     num_experts, num_slots = placement.num_experts, placement.num_slots

@@ -80,6 +80,14 @@ def test_groups(names):
     assert (config.n_group, config.topk_group) == (4, 2)
 
 
+@pytest.mark.parametrize(
+    "value, expected", [("layer", True), ("step", True), (None, False), (False, False)]
+)
+def test_dropless_fallback_of_maxtext(value, expected):
+    config = MoEConfig.from_names(**SIZES, moe_dropless_fallback=value)
+    assert config.dropless_fallback is expected
+
+
 def test_no_groups_is_minus_one_in_maxtext():
     config = MoEConfig.from_names(**SIZES, n_routing_groups=-1, topk_routing_group=-1)
     assert (config.n_group, config.topk_group) == (1, 1)
@@ -208,6 +216,11 @@ def test_missing_names():
             "shared_expert_gate (=True) needs shared experts.",
         ),
         (dict(max_rounds=0), "max_rounds (=0) must be at least 1."),
+        (
+            dict(dropless_fallback="rounds"),
+            "dropless_fallback (='rounds') must be True or False.",
+        ),
+        (dict(mlp_bias=None), "mlp_bias (=None) must be True or False."),
     ],
 )
 def test_refused_values(fields, message):
