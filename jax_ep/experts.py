@@ -108,9 +108,9 @@ def shared_experts(
 
     Derivative: of x and the `shared_*` parameters.
 
-    Source: shared expert isolation, DeepSeekMoE, arXiv:2401.06066, section 3.2; n shared
-    experts of width F are one of width n F. The gate is of Qwen2-MoE's model code in
-    `transformers`.
+    Source: shared expert isolation, DeepSeekMoE, arXiv:2401.06066, section 3.2; n
+    shared experts of width F are one of width n F. The gate is of Qwen2-MoE's model
+    code in `transformers`.
     """
     if params.shared_down_proj is None:
         return None
