@@ -104,3 +104,22 @@ def test_no_matrix_product_is_without_a_name():
         "jax_ep.experts",
         "jax_ep.shared_experts",
     }
+
+
+@pytest.mark.jax_version
+def test_profiles_show_calls_by_their_targets(tmp_path):
+    """On the threads of CPU devices, forward and backward, once for every device."""
+    step, args = training_step(CPU_FFI)
+    jax.block_until_ready(step(*args))
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(step(*args))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    names = [
+        event.name.split(".")[0]
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+        for line in plane.lines
+        for event in line.events
+    ]
+    # Two layers on four devices; each exchange has a forward and a backward.
+    counts = {name: names.count(name) for name in jax_ep.CUSTOM_CALLS}
+    assert counts == {"jax_ep_layout": 8, "jax_ep_dispatch": 16, "jax_ep_combine": 16}
