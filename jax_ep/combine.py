@@ -54,6 +54,9 @@ def combine(
     `d_weights = <y, dispatch(d_out)>` per row; `d_bias = d_out`.
 
     On the wire: one row per (token, expert rank), not one per expert.
+
+    Source: combine of DeepEP (github.com/deepseek-ai/DeepEP); here sums have a fixed
+    order in float32 on both sides, and a derivative.
     """
     op = "combine"
     config = call_config(op, handle)

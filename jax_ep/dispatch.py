@@ -51,6 +51,9 @@ def dispatch(
     d_recv_weights[slot[t, k]]`, zero where the slot is masked or dropped.
 
     On the wire: a token's row once per destination rank, not once per expert.
+
+    Source: dispatch of DeepEP (github.com/deepseek-ai/DeepEP); here rows arrive sorted
+    by expert, padding is zero, drops are counted, and it has a derivative.
     """
     op = "dispatch"
     config = call_config(op, handle)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from doctor_test import line, problems
 
-from jax_ep.tools.checks import driver, gpus, kernels, nccl
+from jax_ep import grouped_matmul
+from jax_ep.tools.checks import driver, experts, gpus, kernels, nccl
 
 DEV = ["/dev/nvidia0", "/dev/nvidia1"]
 KINDS = ["NVIDIA H200"] * 2
@@ -342,3 +343,28 @@ def test_gpus_of_the_system(monkeypatch, tmp_path):
         program.write_text(f"#!/bin/sh\necho '{text}'\n")
         program.chmod(0o755)
         assert gpus.nvidia_devices() == expected
+
+
+def test_the_experts_kernels(monkeypatch):
+    """A device with measured kernels wants them installed."""
+    check = experts.check
+    assert check([]).state == "not applicable"
+    assert check([]).found == "no CUDA devices"
+    other = check(["NVIDIA RTX 6000"])
+    assert (other.state, other.found) == (
+        "healthy",
+        "jax.lax.ragged_dot; nothing else was measured on NVIDIA RTX 6000",
+    )
+    monkeypatch.setattr(grouped_matmul, "is_installed", lambda kernel: False)
+    missing = check(["NVIDIA H200"] * 2)
+    assert missing.state == "problem"
+    assert missing.found == (
+        "jax.lax.ragged_dot, which multiplies every row with every expert on NVIDIA "
+        "H200: 40 times the time at 64 experts"
+    )
+    assert missing.remedy == (
+        "pip install 'jax_ep[tokamax]' (tokamax, jax-triton and triton >= 3.9)."
+    )
+    monkeypatch.setattr(grouped_matmul, "is_installed", lambda kernel: True)
+    there = check(["NVIDIA H200"])
+    assert (there.state, there.found) == ("healthy", "triton of tokamax, in bfloat16")

@@ -16,6 +16,7 @@ from jax_ep.kernels import DEFAULT_ARCHITECTURES
 from jax_ep.tools import console
 from jax_ep.tools.checks import (
     driver,
+    experts,
     gpus,
     kernels,
     module,
@@ -99,6 +100,7 @@ def examine(timeout_s: float, say=lambda text: None) -> Iterator[Outcome]:
     yield from kernels.check(is_needed, architectures(cuda))
     yield kernels.check_cache(is_needed, nvrtc.cache_folder())
     yield from nccl.check(bool(seen), nccl.library_path(), environment)
+    yield experts.check(seen)
 
     say("an exchange on CPU devices")
     yield round_trip.check("cpu", environment, timeout_s)
