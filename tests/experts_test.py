@@ -102,7 +102,9 @@ def value_and_gradients(function, params, x, weights, ids):
         out = function(params, x, weights, ids).astype(jnp.float32)
         return (out * factors).sum(), out
 
-    with jax.numpy_rank_promotion("allow"):
+    # A GPU's own choice for float32 is TF32.
+    highest = jax.default_matmul_precision("highest")
+    with jax.numpy_rank_promotion("allow"), highest:
         gradient = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
         (_, out), gradients = jax.jit(gradient)(params, x, weights)
     return out, gradients

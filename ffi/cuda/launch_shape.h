@@ -42,7 +42,7 @@ JAX_EP_HD constexpr int BatchPairs(int num_topk) {
 // --- layout ----------------------------------------------------------------
 
 constexpr int kLayoutWarps = 16;
-constexpr int kMaxLayoutBlocks = 32;
+constexpr int kMaxLayoutBlocks = 64;
 // Ids of a tile that a block keeps in shared memory, 2 bytes each.
 constexpr int kMaxHeldIds = 16 * 1024;
 

@@ -65,6 +65,7 @@ class Layout {
         num_ranks_(params.common.num_ranks),
         num_experts_(params.num_experts),
         local_experts_(params.num_experts / params.common.num_ranks),
+        owner_factor_(local_experts_ == 1 ? 0 : 0xffffffffu / local_experts_ + 1),
         tiles_per_source_(LayoutTilesPerSource(gridDim.x, params.common.num_ranks)),
         tiles_(params.common.num_ranks * tiles_per_source_),
         num_words_((params.num_ids + kIdsPerWord - 1) / kIdsPerWord),
@@ -120,7 +121,8 @@ class Layout {
   // A block that is missing at the grid's barrier may itself wait for a rank: it must
   // give up first, since it can name that rank.
   static constexpr uint64_t kGridGraceNs = 500'000'000;
-  static constexpr int kUnroll = 8;  // loads in flight
+  static constexpr int kUnroll = 8;        // loads in flight
+  static constexpr int kTilesAtOnce = 16;  // the same, of counts
 
   // --- step 1 -----------------------------------------------------------------------
 
@@ -403,6 +405,28 @@ class Layout {
 
   // --- step 2 -----------------------------------------------------------------------
 
+  // Ids of an expert in `tiles` tiles from `first` on.
+  __device__ int32_t CountOf(int first, int tiles, int expert) const {
+    const uint32_t* counts = tile_counts_ + first * num_experts_ + expert;
+    uint32_t total = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < tiles; begin += kTilesAtOnce) {
+      uint32_t batch[kTilesAtOnce];
+#pragma unroll
+      for (int i = 0; i < kTilesAtOnce; ++i) {
+        batch[i] = begin + i < tiles ? counts[(begin + i) * num_experts_] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kTilesAtOnce; ++i) total += batch[i];
+    }
+    return static_cast<int32_t>(total);
+  }
+
+  // id / L, for ids: a division takes long.
+  __device__ int OwnerOf(int id) const {
+    return owner_factor_ == 0 ? id : static_cast<int>(__umulhi(id, owner_factor_));
+  }
+
   // What the experts of one rank take: first rows and kept ids of each source.
   __device__ void PlanRank(int rank) {
     const int first_expert = rank * local_experts_;
@@ -411,15 +435,7 @@ class Layout {
     for (int i = threadIdx.x; i < num_experts_; i += kThreads) {
       const int source = i / local_experts_;
       const int expert = first_expert + i % local_experts_;
-      const uint32_t* counts =
-          tile_counts_ +
-          static_cast<int64_t>(source) * tiles_per_source_ * num_experts_ + expert;
-      int32_t total = 0;
-#pragma unroll 8
-      for (int t = 0; t < tiles_per_source_; ++t) {
-        total += counts[static_cast<int64_t>(t) * num_experts_];
-      }
-      demand[i] = total;
+      demand[i] = CountOf(source * tiles_per_source_, tiles_per_source_, expert);
     }
     __syncthreads();
 
@@ -584,27 +600,29 @@ class Layout {
       const int64_t index = static_cast<int64_t>(source) * num_experts_ + e;
       row_base[e] = row_base_[index];
       kept[e] = kept_[index];
-      uint32_t before = 0;
-      for (int t = source * tiles_per_source_; t < tile; ++t) {
-        before += tile_counts_[static_cast<int64_t>(t) * num_experts_ + e];
-      }
+      const int first_tile = source * tiles_per_source_;
+      const int32_t before = CountOf(first_tile, tile - first_tile, e);
       for (int w = 0; w < kLayoutWarps; ++w) counts_[w * num_experts_ + e] += before;
     }
     __syncthreads();
 
+    // The warp's share, from its first id on: 32 bits are enough.
     const int warp = threadIdx.x / 32;
     int32_t* next = counts_ + warp * num_experts_;  // position of the next id
-    int32_t* recv_slot = params_.recv_slot + source * params_.num_ids;
-    const uint16_t* held = held_ - TileBegin(tile) * kIdsPerWord;
     const int64_t begin = WarpBegin(tile, warp) * kIdsPerWord;
     const int64_t end = Min(WarpBegin(tile, warp + 1) * kIdsPerWord, params_.num_ids);
+    const int count = static_cast<int>(end - begin);
+    int32_t* recv_slot = params_.recv_slot + source * params_.num_ids + begin;
+    int32_t* slot = params_.slot + begin;
+    int32_t* slot_rank = params_.slot_rank + begin;
+    const uint16_t* held = held_ + (begin - TileBegin(tile) * kIdsPerWord);
 #pragma unroll 1
-    for (int64_t block = begin; block < end; block += 32 * kUnroll) {
+    for (int block = 0; block < count; block += 32 * kUnroll) {
       int32_t ids[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        const int64_t index = block + i * 32 + Lane();
-        ids[i] = index >= end ? -1 : holds_ ? HeldId(held[index]) : recv_slot[index];
+        const int at = block + i * 32 + Lane();
+        ids[i] = at >= count ? -1 : holds_ ? HeldId(held[at]) : recv_slot[at];
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -618,15 +636,15 @@ class Layout {
         if (needed && (same >> Lane()) == 1) next[id] = position + 1;  // the last lane
         __syncwarp();
         const int row = needed && position < kept[id] ? row_base[id] + position : -1;
-        const int64_t index = block + i * 32 + Lane();
-        if (index >= end) continue;
-        const int owner = needed ? id / local_experts_ : -1;
-        // Not needed by the source means not ours.
-        const bool mine = own ? owner == rank_ : needed;
-        recv_slot[index] = mine ? row : -1;
+        const int at = block + i * 32 + Lane();
+        if (at >= count) continue;
         if (own) {
-          params_.slot[index] = row;
-          params_.slot_rank[index] = owner;
+          const int owner = needed ? OwnerOf(id) : -1;
+          recv_slot[at] = owner == rank_ ? row : -1;
+          slot[at] = row;
+          slot_rank[at] = owner;
+        } else {
+          recv_slot[at] = row;  // not ours where nobody here needs it
         }
       }
     }
@@ -653,6 +671,7 @@ class Layout {
   const CommonParams& common_;
   CallState* state_;
   int rank_, num_ranks_, num_experts_, local_experts_;
+  uint32_t owner_factor_;  // 2^32 / L, rounded up; 0 where that is 2^32
   int tiles_per_source_, tiles_;
   int64_t num_words_, words_per_tile_;
   uint8_t* own_;
