@@ -20,7 +20,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 CUDA = ROOT / "ffi" / "cuda"
 COMPILER = os.environ.get("CXX", "g++")
-OURS = ("machine", "memory", "run")
+OURS = ("machine", "memory", "report", "run", "warps")
 
 # Warnings are errors in our own code; the kernels are written for another compiler.
 FLAGS = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fno-strict-aliasing"]

@@ -168,7 +168,6 @@ struct Schedule {
 struct Range {
   const char* begin;
   int64_t bytes;
-  std::string name;
   int workspace_of = -1;  // rank
 };
 
@@ -271,6 +270,13 @@ class Machine {
 };
 
 extern Machine* machine;
+
+// printf of long long values.
+std::string Format(const char* format, int64_t a = 0, int64_t b = 0, int64_t c = 0,
+                   int64_t d = 0);
+
+// In memory that nobody has written.
+constexpr char kGarbage = 0x5d;
 
 }  // namespace emu
 

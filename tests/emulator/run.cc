@@ -236,17 +236,16 @@ std::string RunSeed(Case& test, uint64_t seed, bool independent) {
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return "no memory for a workspace";
     workspaces.push_back(static_cast<uint8_t*>(memory));
-    ranges.push_back({static_cast<char*>(memory), workspace_bytes, "workspace", rank});
+    ranges.push_back({static_cast<char*>(memory), workspace_bytes, rank});
   }
-  for (size_t i = 0; i < test.arrays.size(); ++i) {
-    Array& array = test.arrays[i];
+  for (Array& array : test.arrays) {
     array.memory.assign(array.bytes + 3 * kGuard, static_cast<char>(kGuardByte));
     if (array.input >= 0) {
       std::memcpy(array.data(), test.data.data() + array.input, array.bytes);
     } else {
       std::memset(array.data(), kUnwritten, array.bytes);
     }
-    ranges.push_back({array.data(), array.bytes, "array " + std::to_string(i)});
+    ranges.push_back({array.data(), array.bytes});
   }
 
   emu::Schedule schedule = MakeSchedule(seed, test.ranks);
