@@ -335,4 +335,5 @@ def test_a_fault_is_found(machine, tmp_path, fault):
     edits, cases, macros = FAULTS[fault]
     done = run(machine, tmp_path, cases(), edits=edits, macros=macros)
     assert done.returncode == 1, done.stdout
-    assert re.search("wrong data|nothing can go on|without Fence", done.stdout)
+    found = "wrong data|nothing can go on|without Fence|more arrivals"
+    assert re.search(f"seed \\d+: .*({found})", done.stdout), done.stdout
