@@ -325,7 +325,7 @@ def test_devices_are_made_before_jax_starts():
     )
     env = dict(PATH="/usr/bin:/bin", JAX_PLATFORMS="cpu")
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True
+        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True
     )
     assert done.stdout == "3\n", done.stderr
 

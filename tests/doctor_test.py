@@ -165,7 +165,7 @@ def test_some_rows_of_the_exchange_are_dropped(num_ranks):
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "jax_ep", "doctor", *arguments],
+        [sys.executable, "-P", "-W", "error", "-m", "jax_ep", "doctor", *arguments],
         env=dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", COLUMNS="120"),
         capture_output=True,
         text=True,

@@ -255,7 +255,7 @@ def test_from_the_shell():
     """The program itself: JSON alone on stdout, and one line and status 2 for less."""
 
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "jax_ep", "plan", *arguments]
+        command = [sys.executable, "-P", "-m", "jax_ep", "plan", *arguments]
         return subprocess.run(command, capture_output=True, text=True)
 
     done = program("deepseek-v3", "--json")

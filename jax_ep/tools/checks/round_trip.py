@@ -49,7 +49,8 @@ def run(
     """Runs Python with `arguments`, and ends it and its children after `timeout_s`."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            # -P: the jax_ep that is installed, wherever this was started.
+            [sys.executable, "-P", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,
