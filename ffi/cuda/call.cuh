@@ -30,7 +30,7 @@ struct CallState {
   uint64_t number;   // of this ring call, or of the last id round before this call
   uint32_t failed;   // 1 once this block stopped waiting
   uint32_t entered;  // 0 if another call was running here
-  uint32_t last;     // 1 in the block that leaves last
+  uint32_t last;     // in the block that leaves last 1, or 2 if one before it failed
   uint32_t aborted;  // whether any rank had given up when this block was done
 #if JAX_EP_STAMPS
   unsigned long long stamps[kNumStamps];
@@ -117,6 +117,10 @@ __device__ __noinline__ bool CheckAbort(const CommonParams* common, CallState* s
   return true;
 }
 
+// What a wait may last longer when it is for somebody who may wait himself: he must
+// give up first, since he can name the rank that is missing.
+constexpr uint64_t kIndirectGraceNs = 500'000'000;
+
 // Counts a wait's rounds and looks at the clock and the abort word in some of them.
 class Patience {
  public:
@@ -159,7 +163,8 @@ __device__ __noinline__ uint64_t AwaitAtLeast(const CommonParams* common,
                                               uint64_t expected, bool needs) {
   uint64_t seen = 0;
   if (__any_sync(kAllLanes, Failed(state))) return seen;
-  Patience patience;
+  const bool is_credit = phase == kPhaseDispatchCredit || phase == kPhaseCombineCredit;
+  Patience patience(is_credit ? kIndirectGraceNs : 0);
   while (true) {
     if (needs) {
       // Pairs with the release that the caller names.
@@ -240,6 +245,9 @@ __device__ __forceinline__ void AwaitBegin(CallState* state) {
   ptx::BarrierWait(&state->begun, 0);
 }
 
+// Added to `blocks_done` by a block that failed, beside its 1.
+constexpr uint32_t kFailedBlock = 1u << 16;
+
 // Leaves a call; all threads of the block, their own writes complete. In a failed
 // call `poison(part, parts)` overwrites a share of the outputs: every block its own,
 // in case others never come, and the last block everything. The last block of a good
@@ -265,15 +273,19 @@ __device__ __forceinline__ void EndCall(const CommonParams& common, CallState* s
   if (threadIdx.x == 0 && state->entered) {
     // Acquire-release, so that the last block's done words (`finish`) come after all
     // that this device's blocks read and wrote.
-    const uint32_t before = ptx::AddAcquireReleaseDevice(&control->blocks_done, 1);
-    if (before == gridDim.x - 1) state->last = 1;
+    const uint32_t before = ptx::AddAcquireReleaseDevice(
+        &control->blocks_done, Failed(state) ? kFailedBlock + 1 : 1);
+    // 2: perhaps after the load of `abort` below.
+    if (before % kFailedBlock == gridDim.x - 1) {
+      state->last = before < kFailedBlock ? 1 : 2;
+    }
   } else if (threadIdx.x == 32) {
     // Beside the other warp's atomic: its latency would add to every call's.
     state->aborted = ptx::LoadRelaxedSystem(&control->abort) != 0;
   }
   __syncthreads();
   if (!state->last) return;
-  if (state->aborted) CheckAbort(&common, state);
+  if (state->aborted || state->last == 2) CheckAbort(&common, state);
   __syncthreads();
   if (Failed(state)) {
     poison(0, 1);

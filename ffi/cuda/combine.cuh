@@ -272,12 +272,14 @@ class Combine {
           using L = decltype(leaf_type);
           for (uint32_t left = rows; left != 0; left &= left - 1) {
             const int entry = __ffs(left) - 1;
+            const uint32_t stage = loaded % kStages;
+            // Before the shuffles, where lanes meet: else one could come back to this
+            // stage before another has seen that it is empty.
+            AwaitEmpty<kStages>(parts.send_empty, loaded);
             const int64_t from = __shfl_sync(kAllLanes, row, entry);
             const float scale = __shfl_sync(kAllLanes, weight, entry);
             const float row_value =
                 Config::kHasRowValues ? __shfl_sync(kAllLanes, value, entry) : 0;
-            const uint32_t stage = loaded % kStages;
-            AwaitEmpty<kStages>(parts.send_empty, loaded);
             Input* input = parts.send_inputs + stage;
             if (Lane() == 0) {
               input->inputs = __popc(rows);

@@ -118,9 +118,6 @@ class Layout {
   static constexpr uint32_t kNoId = 0xfff;  // on the wire
   static constexpr uint32_t kNoHeldId = 0xffff;
   static_assert(kMaxExperts <= kNoId, "ids have 12 bits");
-  // A block that is missing at the grid's barrier may itself wait for a rank: it must
-  // give up first, since it can name that rank.
-  static constexpr uint64_t kGridGraceNs = 500'000'000;
   static constexpr int kUnroll = 8;        // loads in flight
   static constexpr int kTilesAtOnce = 16;  // the same, of counts
 
@@ -389,7 +386,7 @@ class Layout {
       Control* control = ControlOf(common_, rank_);
       const uint32_t expected = barriers_ * gridDim.x;
       ptx::AddAcquireReleaseDevice(&control->barrier, 1);
-      Patience patience(kGridGraceNs);
+      Patience patience(kIndirectGraceNs);  // other blocks may wait for ranks
       while (!Failed(state_)) {
         // Pairs with the additions of the other blocks.
         const uint32_t seen = ptx::LoadAcquireDevice(&control->barrier);
