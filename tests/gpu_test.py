@@ -306,6 +306,49 @@ def test_layers(mesh, scan, remat):
     assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_the_moe_layer(mesh, rounds, placed):
+    """With further rounds and with replicas: the reference's values and gradients."""
+    num_experts, hidden = 16, 64
+    config = jax_ep.MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        hidden_size=hidden,
+        moe_intermediate_size=96,
+        load_balance_loss_weight=0.01,
+        capacity_factor=0.75 if rounds else None,
+        dropless_fallback=rounds,
+    )
+    params = jax_ep.init_params(jax.random.key(0), config)
+    x = jax.random.normal(jax.random.key(1), (mesh.size * 48, hidden))
+    placement = None
+    if placed:
+        loads = np.arange(1.0, num_experts + 1) ** 2
+        placement = jax_ep.plan_placement(
+            loads, num_ranks=mesh.size, num_slots=num_experts + mesh.size
+        )
+
+    def step(implementation):
+        chosen = dataclasses.replace(config, implementation=implementation)
+
+        def loss(params, x):
+            out, stats = jax_ep.sharded_moe(
+                x, params, chosen, mesh=mesh, placement=placement
+            )
+            return (out**2).sum() + stats.aux_loss, stats.num_rounds
+
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(grad)(params, x)
+
+    got, want = step("ffi"), step("xla")
+    (_, num_rounds), _ = got
+    assert (int(num_rounds[0]) > 1) == rounds
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5 * np.abs(w).max())
+
+
 def test_two_micro_batches_in_flight(mesh):
     """Both dispatched before the first is combined, a hundred times."""
 
