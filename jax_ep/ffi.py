@@ -165,7 +165,7 @@ def _lower_custom_call(ctx, *operands, target, config, params, more_attributes):
     attributes |= more_attributes(target, attributes, ctx.avals_in)
     # Not jax.ffi.ffi_call: XLA names an instruction after the primitive it comes from,
     # and profilers show that name. This one is the target's.
-    rank_type = jax.core.ShapedArray((2,), jnp.int32)
+    rank_type = jax.typeof(np.zeros(2, np.int32))
     rank_ctx = ctx.replace(avals_in=[], avals_out=[rank_type])
     rank = mlir.lower_fun(config.axis.rank_and_group, multiple_results=False)(rank_ctx)
     call = jax.ffi.ffi_lowering(target)

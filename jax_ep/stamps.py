@@ -43,15 +43,14 @@ class Stamps:
           ValueError: no block has such a stamp.
         """
         first, last = (
-            self.times[:, self.names.index(name)] if name in self.names else []
-            for name in (begin, end)
+            self.times[:, [n == name for n in self.names]] for name in (begin, end)
         )
-        if not np.any(first) or not np.any(last):
+        if not first.any() or not last.any():
             raise ValueError(
                 f"jax_ep.stamps: {self.stage} of rank {self.rank} has no stamps "
                 f"{begin!r} and {end!r}; its names are {self.names}."
             )
-        return float(np.max(last) - np.min(first[first > 0])) / 1e9
+        return float(last.max() - first[first > 0].min()) / 1e9
 
 
 def with_stamps(handle: Handle) -> Handle:

@@ -6,14 +6,19 @@ then fails where it would have been skipped.
 
 import dataclasses
 import functools
+import glob
 import os
 
 NUM_CPU_DEVICES = 8
 
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}={NUM_CPU_DEVICES}"
-    os.environ["XLA_FLAGS"] = flags.strip()
+_FLAGS: dict[str, object] = {"--xla_force_host_platform_device_count": NUM_CPU_DEVICES}
+if not glob.glob("/dev/nvidia[0-9]*"):
+    # Most of the time on CPU devices is LLVM's, for programs that run once. CI also
+    # runs tests with its expensive passes: those of the newest jax.
+    _FLAGS["--xla_llvm_disable_expensive_passes"] = "true"
+_given = os.environ.get("XLA_FLAGS", "")
+_ours = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given]
+os.environ["XLA_FLAGS"] = " ".join([_given, *_ours]).strip()
 # Several pytest workers share the GPUs.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
