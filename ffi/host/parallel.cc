@@ -70,7 +70,9 @@ void Parallel::For(int64_t num_chunks, const std::function<void(int64_t)>& body)
   for (int64_t i = 0; i < num_helpers; ++i) schedule_([loop] { loop->Work(); });
   loop->Work();
   loop->Wait();
-  if (loop->error) std::rethrow_exception(loop->error);
+  // Taken out of the loop, which a helper may be the last to leave: the exception must
+  // end with whoever catches it here.
+  if (std::exception_ptr error = std::move(loop->error)) std::rethrow_exception(error);
 }
 
 }  // namespace jax_ep::host
