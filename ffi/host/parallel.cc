@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <exception>
 #include <memory>
+#include <utility>
 
 #include "ffi/host/float.h"
 
