@@ -92,8 +92,8 @@ class Combine {
     int32_t row;   // of y, or the token
     float weight;  // of the row
     float value;
-    uint32_t
-        entries;  // bit k: entry k of the token is this row, or has it on this rank
+    // Bit k: entry k of the token is this row, or has its row on this rank.
+    uint32_t entries;
   };
 
   // What the team tells the sender about a sum.

@@ -12,6 +12,7 @@ from jax_ep.tools.benchmark import timing
 from jax_ep.tools.benchmark.exchanges import unrolled
 from jax_ep.tools.benchmark.layer import STEPS
 from jax_ep.tools.benchmark.setting import Bench
+from jax_ep.tools.diagnosis import overlapped_seconds
 from jax_ep.tools.measurement import Overlap, Span
 from jax_ep.tools.profile_events import ISSUE, WAIT
 
@@ -58,7 +59,9 @@ def overlap(
         compute_seconds=seconds["experts"],
         independent_seconds=independent,
         serial_seconds=communication + seconds["experts"] + independent,
-        ideal_seconds=max(communication, independent) + seconds["experts"],
+        ideal_seconds=overlapped_seconds(
+            communication, independent, tail=seconds["experts"]
+        ),
         measured_seconds=seconds["layer"],
         spans=timeline(bench, arrays),
     )
