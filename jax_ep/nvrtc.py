@@ -21,6 +21,9 @@ from collections.abc import Mapping
 # call carries.
 _FLAGS = ("--std=c++17", "-default-device")
 _VERBOSE = "--ptxas-options=-v"
+# Where there is a driver, NVRTC from 12.9 on keeps what it compiled; a result from there
+# comes without a log.
+_NO_CACHE, _NO_CACHE_SINCE = "--no-cache", (12, 9)
 _DIGEST_BYTES = 64  # A sha256 in hexadecimal, behind each cached cubin.
 _INSTALL = "pip install 'jax_ep[cuda13]'"
 
@@ -77,7 +80,8 @@ def compile_cached(
 
 def usage(source: str, includes: Mapping[str, str], arch: str) -> list[Usage]:
     """Compiles `source`, past every cache, and returns what its kernels use."""
-    _, log = _compile(source, includes, arch, (_VERBOSE,))
+    past_cache = (_NO_CACHE,) if version() >= _NO_CACHE_SINCE else ()
+    _, log = _compile(source, includes, arch, (_VERBOSE, *past_cache))
     pattern = re.compile(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill"
         r" stores, (\d+) bytes spill loads.*?Used (\d+) registers",

@@ -120,6 +120,29 @@ extern "C" __global__ void k(float* x) {
     assert usage.entry == "k" and usage.stack_bytes == 256
 
 
+@pytest.mark.parametrize(
+    "version, has_cache", [((12, 8), False), ((12, 9), True), ((13, 0), True)]
+)
+def test_usage_goes_past_the_cache_of_nvrtc(monkeypatch, version, has_cache):
+    """What comes from there has no log; older ones do not know the option."""
+    flags = []
+
+    def compiled(source, includes, arch, extra):
+        flags.extend(extra)
+        if has_cache and "--no-cache" not in extra:
+            return b"", ""
+        return b"", (
+            "ptxas info    : Compiling entry function 'k' for 'sm_90a'\n"
+            "    8 bytes stack frame, 4 bytes spill stores, 2 bytes spill loads\n"
+            "ptxas info    : Used 16 registers, used 0 barriers"
+        )
+
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    monkeypatch.setattr(nvrtc, "_compile", compiled)
+    assert nvrtc.usage("", {}, ARCH) == [nvrtc.Usage("k", 16, 8, 4, 2)]
+    assert ("--no-cache" in flags) == has_cache
+
+
 def test_compile_errors_are_shown():
     with pytest.raises(RuntimeError, match='(?s)NVRTC_ERROR_COMPILATION.*"missing"'):
         compile_simple("int x = missing;\n")
