@@ -74,8 +74,7 @@ class Layout {
         tile_counts_(reinterpret_cast<uint32_t*>(own_ + kTileCountOffset)),
         row_base_(reinterpret_cast<int32_t*>(own_ + kRowBaseOffset)),
         kept_(reinterpret_cast<int32_t*>(own_ + kKeptOffset)),
-        holds_(tiles_ <= static_cast<int>(gridDim.x) &&
-               words_per_tile_ * kIdsPerWord <= kMaxHeldIds),
+        holds_(HasOneTile() && words_per_tile_ * kIdsPerWord <= kMaxHeldIds),
         held_(reinterpret_cast<uint16_t*>(shared)),
         counts_(shared + kMaxHeldIds / 2),
         first_(counts_ + kLayoutWarps * params.num_experts),
@@ -101,7 +100,9 @@ class Layout {
     for (int rank = blockIdx.x; rank < layout.num_ranks_; rank += gridDim.x) {
       layout.PlanRank(rank);
     }
-    layout.GridBarrier();
+    layout.ArriveAtGrid();
+    if (layout.HasOneTile()) layout.AddEarlierTiles(blockIdx.x);
+    layout.AwaitGrid();
     if (threadIdx.x == 0) NoteStamp(state, kStampPlanned);
     layout.Place();
     EndCall(
@@ -120,6 +121,9 @@ class Layout {
   static_assert(kMaxExperts <= kNoId, "ids have 12 bits");
   static constexpr int kUnroll = 8;        // loads in flight
   static constexpr int kTilesAtOnce = 16;  // the same, of counts
+
+  // Whether no block has a second tile.
+  __device__ bool HasOneTile() const { return tiles_ <= static_cast<int>(gridDim.x); }
 
   // --- step 1 -----------------------------------------------------------------------
 
@@ -378,14 +382,24 @@ class Layout {
     }
   }
 
-  // Waits for all blocks; what they wrote before is visible after.
+  // Waits for all blocks; what they wrote before they arrived is visible after.
   __device__ void GridBarrier() {
+    ArriveAtGrid();
+    AwaitGrid();
+  }
+
+  __device__ void ArriveAtGrid() {
     ++barriers_;
     __syncthreads();
     if (threadIdx.x == 0) {
+      ptx::AddAcquireReleaseDevice(&ControlOf(common_, rank_)->barrier, 1);
+    }
+  }
+
+  __device__ void AwaitGrid() {
+    if (threadIdx.x == 0) {
       Control* control = ControlOf(common_, rank_);
       const uint32_t expected = barriers_ * gridDim.x;
-      ptx::AddAcquireReleaseDevice(&control->barrier, 1);
       Patience patience(kIndirectGraceNs);  // other blocks may wait for ranks
       while (!Failed(state_)) {
         // Pairs with the additions of the other blocks.
@@ -575,13 +589,35 @@ class Layout {
 
   __device__ void Place() {
     for (int tile = blockIdx.x; tile < tiles_; tile += gridDim.x) {
-      if (tiles_ > static_cast<int>(gridDim.x)) {
+      if (!HasOneTile()) {
         __syncthreads();
         CountTile(tile);  // counts_ is of the block's last tile
         SumCounts(tile);
         __syncthreads();
+        AddEarlierTiles(tile);
       }
       PlaceTile(tile);
+    }
+  }
+
+  // Experts whose positions are needed in a source's tiles: a rank's own in those of
+  // others, all in its own.
+  __device__ int FirstNeeded(int source) const {
+    return source == rank_ ? 0 : rank_ * local_experts_;
+  }
+  __device__ int LastNeeded(int source) const {
+    return source == rank_ ? num_experts_ : (rank_ + 1) * local_experts_;
+  }
+
+  // Makes counts_ positions in the whole list of the source.
+  __device__ void AddEarlierTiles(int tile) {
+    if (tile >= tiles_) return;
+    const int source = tile / tiles_per_source_;
+    const int first_tile = source * tiles_per_source_;
+    const int last = LastNeeded(source);
+    for (int e = FirstNeeded(source) + threadIdx.x; e < last; e += kThreads) {
+      const int32_t before = CountOf(first_tile, tile - first_tile, e);
+      for (int w = 0; w < kLayoutWarps; ++w) counts_[w * num_experts_ + e] += before;
     }
   }
 
@@ -590,16 +626,11 @@ class Layout {
     const bool own = source == rank_;
     int32_t* row_base = first_;
     int32_t* kept = second_;
-    // Owners need positions in their experts only, the source in all.
-    const int first = own ? 0 : rank_ * local_experts_;
-    const int last = own ? num_experts_ : first + local_experts_;
+    const int first = FirstNeeded(source), last = LastNeeded(source);
     for (int e = first + threadIdx.x; e < last; e += kThreads) {
       const int64_t index = static_cast<int64_t>(source) * num_experts_ + e;
       row_base[e] = row_base_[index];
       kept[e] = kept_[index];
-      const int first_tile = source * tiles_per_source_;
-      const int32_t before = CountOf(first_tile, tile - first_tile, e);
-      for (int w = 0; w < kLayoutWarps; ++w) counts_[w * num_experts_ + e] += before;
     }
     __syncthreads();
 
