@@ -29,9 +29,10 @@ from pipeline import (
     on_ranks,
     program,
 )
-from stages import assert_bits_equal
+from stages import all_ranks, assert_bits_equal, stages
 
 import jax_ep
+from jax_ep import stamps
 
 pytestmark = pytest.mark.gpu
 
@@ -121,6 +122,21 @@ def test_any_grid_gives_the_same(mesh, num_sms):
     got = program(small, mesh, "ffi")(*args)
     del got["handle"], want["handle"]  # they differ in num_sms
     assert_same_bits(got, want)
+
+
+def test_stamps_are_of_the_latest_grid(mesh):
+    """A call leaves none of the blocks that only an earlier one had."""
+    run = stages(GPU, mesh.size)
+    shape = (mesh.size, 64, 2)
+    ids = all_ranks(np.random.default_rng(0).integers(0, 8, shape, np.int32))
+    x = np.ones((len(ids), 8), np.float32)
+    stamps.read_stamps()
+    for num_sms in (None, 3):
+        handle = run.layout(ids, num_experts=8, num_sms=num_sms, stamps=True)
+        run.combine(run.dispatch(x, handle)[0], handle)
+    found = stamps.read_stamps()
+    assert len(found) == 3 * mesh.size
+    assert all(len(each.times) <= 3 for each in found)
 
 
 def test_one_rank():

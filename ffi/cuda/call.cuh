@@ -258,12 +258,19 @@ __device__ __forceinline__ void EndCall(const CommonParams& common, CallState* s
   Control* control = ControlOf(common, common.rank);
   __syncthreads();
 #if JAX_EP_STAMPS
+  const auto stamps = [&](int block) {
+    return Word(common.peers[common.rank], kStampsOffset,
+                (state->stage * kMaxStampedBlocks + block) * kMaxStamps);
+  };
   if (threadIdx.x < kNumStamps) {
-    const uint64_t stamp =
+    stamps(blockIdx.x)[threadIdx.x] =
         threadIdx.x == kStampLastRow ? ptx::Nanoseconds() : state->stamps[threadIdx.x];
-    *Word(common.peers[common.rank], kStampsOffset,
-          (state->stage * kMaxStampedBlocks + blockIdx.x) * kMaxStamps + threadIdx.x) =
-        stamp;
+  } else if (threadIdx.x == kNumStamps) {
+    // Blocks that only an earlier call's grid had.
+    for (int block = gridDim.x + blockIdx.x; block < kMaxStampedBlocks;
+         block += gridDim.x) {
+      stamps(block)[kStampBegan] = 0;
+    }
   }
 #endif
   if (Failed(state)) {
