@@ -143,6 +143,17 @@ def test_dispatch(machine, tmp_path):
     check(machine, tmp_path, dispatch_cases(), macros=SMALL_RING)
 
 
+# A third of however few tokens is shared, and few zeros come last.
+SHARED_TOKENS = [
+    Edit("dispatch.cuh", "kMinTokensToShare = 8;", "kMinTokensToShare = 0;"),
+    Edit("dispatch.cuh", "kBlocksThatFillMemory = 64;", "kBlocksThatFillMemory = 1;"),
+]
+
+
+def test_dispatch_with_shared_tokens(machine, tmp_path):
+    check(machine, tmp_path, dispatch_cases(), edits=SHARED_TOKENS, macros=SMALL_RING)
+
+
 # --- combine ---------------------------------------------------------------------
 
 
@@ -318,6 +329,22 @@ FAULTS = {
     "a piece is loaded without a fence after the acquire of its head": (
         [Edit("ring.cuh", "ptx::FenceGlobalForBulk();", "")],
         *(combine_cases, SMALL_RING),
+    ),
+    "shared tokens are not there for the next call": (
+        [*SHARED_TOKENS, Edit("call.cuh", "    control->token_chunks = 0;\n", "")],
+        *(dispatch_cases, SMALL_RING),
+    ),
+    "a shared token is loaded to a stage that stores still read": (
+        [
+            *SHARED_TOKENS,
+            Edit(
+                "dispatch.cuh",
+                "ptx::BulkWaitRead<kStages - 1 - kAhead>();\n        __syncwarp();\n"
+                "        part.queue[stage * 32 + Lane()] = make_int2(k",
+                "__syncwarp();\n        part.queue[stage * 32 + Lane()] = make_int2(k",
+            ),
+        ],
+        *(dispatch_cases, SMALL_RING),
     ),
     "ids are sent without a barrier between rounds": (
         [FEW_WARPS, ID_ROUNDS, Edit("layout.cuh", "if (i > 0) GridBarrier();", "")],

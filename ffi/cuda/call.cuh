@@ -305,6 +305,7 @@ __device__ __forceinline__ void EndCall(const CommonParams& common, CallState* s
     control->barrier = 0;
     control->invalid_ids = 0;
     control->zero_chunks = 0;
+    control->token_chunks = 0;
     control->busy = 0;
   }
 }

@@ -6,6 +6,10 @@
 // there to the ring of every destination and to its rows on this rank. The receiver
 // copies ring slots to shared memory and from there to each row. Rows travel in
 // pieces; `item` is a piece of a token.
+//
+// Two SMs share a path to memory, and where both have a block they write half as fast
+// as one alone. So the last tokens' rows on this rank belong to no channel: senders
+// take them, a few at a time, when they have sent all of theirs.
 
 #ifndef JAX_EP_FFI_CUDA_DISPATCH_CUH_
 #define JAX_EP_FFI_CUDA_DISPATCH_CUH_
@@ -45,9 +49,10 @@ class Dispatch {
 
   __device__ static void Run(const DispatchParams& params, uint8_t* shared) {
     __shared__ CallState state_storage;
-    __shared__ int roles_storage;
+    __shared__ uint64_t roles_storage;
     CallState* state = ptx::HoldShared(&state_storage);
-    int* roles_left = ptx::HoldShared(&roles_storage);  // senders and receivers at work
+    // Completes when the block's senders and receivers are done.
+    uint64_t* roles_done = ptx::HoldShared(&roles_storage);
     shared = ptx::HoldShared(shared);
     const CommonParams& common = params.common;
     const uint64_t signature = reinterpret_cast<uint64_t>(params.recv[0]) * 4 + 2;
@@ -55,11 +60,12 @@ class Dispatch {
     const int warp = threadIdx.x / 32;
     const int channel = blockIdx.x + (warp >> 1) * gridDim.x;
     InitCall(state);
-    if (threadIdx.x == 0) *roles_left = 2 * kShape.channels;
+    if (threadIdx.x == 0) ptx::BarrierInit(roles_done, 2 * kShape.channels);
+    ptx::BarrierInitFence();
     __syncthreads();
     if (warp == 2 * kShape.channels) {
       BeginCall(common, signature, /*ring_call=*/true, state);
-      ZeroGaps(params, state, shared, roles_left);
+      ZeroGaps(params, state, shared, roles_done);
     } else {
       if (channel >= ring.channels) {
         // Nothing to do.
@@ -69,7 +75,7 @@ class Dispatch {
         Receive(params, state, channel, ring, ReceiverShared(shared, warp >> 1));
       }
       __syncwarp();
-      if (Lane() == 0) atomicAdd(roles_left, -1);
+      if (Lane() == 0) ptx::BarrierArrive(roles_done);
     }
     EndCall(
         common, state, [&](int part, int parts) { Poison(params, part, parts); },
@@ -235,6 +241,19 @@ class Dispatch {
     }
   }
 
+  // Starts the load of a token's piece to a stage, where weights may be already.
+  __device__ static __forceinline__ void Load(const DispatchParams& params,
+                                              int64_t token, int piece, Part part,
+                                              uint32_t stage) {
+    uint8_t* bytes = part.stages + stage * kSlotBytes;
+    if (HasSmall()) LoadSmall<0>(params, token, piece, bytes);
+    if (HasSmall() || Config::kHasWeights) {
+      ptx::FenceSharedForBulk();
+      __syncwarp();
+    }
+    if (Lane() == 0) LoadBulk(params, token, piece, bytes, part.barriers + stage);
+  }
+
   // Copies a piece to a row of this rank in each lane that has one; all lanes.
   __device__ static __forceinline__ void StoreRows(const DispatchParams& params,
                                                    int row, int piece,
@@ -281,6 +300,7 @@ class Dispatch {
     RoutingBatches<kTopk, Config::kHasWeights ? 3 : 2, 0> batches;
     const float* const none[1] = {nullptr};
     const int num_tokens = TokensOfChannel(params.num_tokens, channel, ring.channels);
+    const int64_t first_shared = FirstShared(params.num_tokens, ring.channels);
     if constexpr (Config::kHasWeights) {
       const int32_t* const arrays[3] = {
           params.slot, params.slot_rank,
@@ -303,7 +323,9 @@ class Dispatch {
         // The next token with a destination.
         while (more && pairs == 0) {
           more = batches.Next(token_of);
-          if (more) pairs = Destinations(batches, me, part.masks);
+          if (more) {
+            pairs = Destinations(batches, me, token_of, first_shared, part.masks);
+          }
         }
         if (!more) break;
         const int pair = __ffs(pairs) - 1;
@@ -315,7 +337,7 @@ class Dispatch {
         const uint64_t mask = part.masks[pair];
         const int k = MyEntry();
         int row = -1;
-        if (k < kTopk && batches.Entry(1, pair, k) == me) {
+        if (k < kTopk && (mask >> me & 1) != 0 && batches.Entry(1, pair, k) == me) {
           row = batches.Entry(0, pair, k);
         }
         int flags = piece << kFlagBits;
@@ -331,14 +353,7 @@ class Dispatch {
           reinterpret_cast<int32_t*>(bytes + kPieceBytes)[k] = weight;
           if (row >= 0) params.recv_weights[row] = __int_as_float(weight);
         }
-        if (HasSmall()) LoadSmall<0>(params, token, piece, bytes);
-        if (HasSmall() || Config::kHasWeights) {
-          ptx::FenceSharedForBulk();
-          __syncwarp();
-        }
-        if (Lane() == 0) {
-          LoadBulk(params, token, piece, bytes, part.barriers + stage);
-        }
+        Load(params, token, piece, part, stage);
         ++loaded;
         if (++piece == kNumPieces) {
           piece = 0;
@@ -374,13 +389,91 @@ class Dispatch {
     }
     if (Lane() == 0) NoteStamp(state, kStampLastSend);
     sender.Flush();
+    if (first_shared < params.num_tokens) {
+      WriteShared(params, first_shared, part, handled);
+    }
     ptx::BulkWaitWritten<0>();
   }
 
-  // Finds each pair's destination ranks; returns the pairs that have any.
-  template <class Batches>
+  // A third of the tokens is shared; of few, where it would even out less than it costs
+  // to load a token twice, none.
+  static constexpr int kMinTokensToShare = 8;  // times the channels
+  __device__ static __forceinline__ int64_t FirstShared(int64_t num_tokens,
+                                                        int channels) {
+    const bool share = num_tokens >= static_cast<int64_t>(kMinTokensToShare) * channels;
+    return share ? num_tokens - num_tokens / 3 : num_tokens;
+  }
+
+  // Writes the rows on this rank of tokens from `first` on, a chunk of them at a time,
+  // through the sender's stages, of which the warp has used `handled` before.
+  __device__ static __forceinline__ void WriteShared(const DispatchParams& params,
+                                                     int64_t first, Part part,
+                                                     uint32_t handled) {
+    constexpr int kStages = kShape.send_stages;
+    constexpr int kAhead = kStages / 2;
+    constexpr int kTokens = 32 / kTopk;  // of a chunk: a lane per entry
+    const int me = params.common.rank;
+    uint32_t* taken = &ControlOf(params.common, me)->token_chunks;
+    int64_t begin = 0;   // first token of the chunk
+    int row = -1;        // of this lane's entry, if it is on this rank
+    uint32_t lanes = 0;  // with rows that are not yet begun
+    int piece = 0;       // of the first of their tokens, next to load
+    uint32_t loaded = handled;
+    while (true) {
+      while (loaded - handled <= kAhead) {
+        while (lanes == 0 && begin < params.num_tokens) {
+          uint32_t chunk = 0;
+          if (Lane() == 0) chunk = atomicAdd(taken, 1u);
+          begin =
+              first + static_cast<int64_t>(__shfl_sync(kAllLanes, chunk, 0)) * kTokens;
+          const int64_t entry = begin * kTopk + Lane();
+          row = -1;
+          if (Lane() < kTokens * kTopk && entry < params.num_tokens * kTopk &&
+              params.slot_rank[entry] == me) {
+            row = params.slot[entry];
+          }
+          if (Config::kHasWeights && row >= 0) {
+            params.recv_weights[row] = params.weights[entry];
+          }
+          lanes = __ballot_sync(kAllLanes, row >= 0);
+        }
+        if (lanes == 0) break;
+        const int index = (__ffs(lanes) - 1) / kTopk;
+        const int k = MyEntry();
+        const int my_row = __shfl_sync(kAllLanes, row, (index * kTopk + k) & 31);
+        const uint32_t stage = loaded % kStages;
+        // Stores of the item that used the stage before have read it.
+        ptx::BulkWaitRead<kStages - 1 - kAhead>();
+        __syncwarp();
+        part.queue[stage * 32 + Lane()] = make_int2(k < kTopk ? my_row : -1, piece);
+        Load(params, begin + index, piece, part, stage);
+        ++loaded;
+        if (++piece == kNumPieces) {
+          piece = 0;
+          // Those of this token and of the ones before it are the lowest.
+          lanes &= static_cast<uint32_t>(~0ull << (index + 1) * kTopk);
+        }
+      }
+      if (loaded == handled) break;
+
+      const uint32_t stage = handled % kStages;
+      const int2 item = part.queue[stage * 32 + Lane()];
+      // Pairs with the copy engine's completion of the load.
+      ptx::BarrierWait(part.barriers + stage, handled / kStages & 1);
+      StoreRows(params, item.x, kNumPieces == 1 ? 0 : item.y,
+                part.stages + stage * kSlotBytes);
+      ptx::BulkCommit();
+      ++handled;
+    }
+  }
+
+  // Finds each pair's destination ranks, this one only for tokens that are not shared;
+  // returns the pairs that have any.
+  template <class Batches, class TokenOf>
   __device__ static __forceinline__ uint32_t Destinations(const Batches& batches,
-                                                          int me, uint64_t* masks) {
+                                                          int me, TokenOf token_of,
+                                                          int64_t first_shared,
+                                                          uint64_t* masks) {
     uint64_t mask = 0;
     if (Lane() < Batches::kPairs) {
 #pragma unroll
@@ -389,6 +482,9 @@ class Dispatch {
         if (batches.Entry(0, Lane(), k) >= 0) {
           mask |= 1ull << (batches.Entry(1, Lane(), k) & 63);
         }
+      }
+      if (token_of(batches.FirstPair() + Lane()) >= first_shared) {
+        mask &= ~(1ull << me);
       }
       masks[Lane()] = mask;
     }
@@ -503,7 +599,7 @@ class Dispatch {
   // Zeroes the rows between groups and after the last; one warp per block.
   __device__ static __forceinline__ void ZeroGaps(const DispatchParams& params,
                                                   CallState* state, uint8_t* zeros,
-                                                  int* roles_left) {
+                                                  uint64_t* roles_done) {
     for (int i = Lane(); i < kZeroBytes / 16; i += 32) {
       reinterpret_cast<uint4*>(zeros)[i] = make_uint4(0, 0, 0, 0);
     }
@@ -526,6 +622,14 @@ class Dispatch {
         params.group_offsets[groups - 1] + params.group_counts[groups - 1];
     const int64_t chunks = (params.capacity - used + kRowsPerChunk - 1) / kRowsPerChunk;
     uint32_t* taken = &ControlOf(params.common, params.common.rank)->zero_chunks;
+    // Between two ranks memory is what binds, if there are blocks enough: then few
+    // zeros had better fill what the blocks that are done early leave of it. With more
+    // ranks it has time while the link is busy.
+    if (kRanks <= 2 && gridDim.x >= kBlocksThatFillMemory &&
+        params.capacity - used <= used / 2) {
+      // Pairs with the arrivals in Run.
+      ptx::BarrierWait(roles_done, 0);
+    }
     while (true) {
       uint32_t chunk = 0;
       if (Lane() == 0) chunk = atomicAdd(taken, 1u);
@@ -535,7 +639,7 @@ class Dispatch {
       const int64_t end = Min(params.capacity, begin + kRowsPerChunk);
       // While rows arrive, few stores at a time leave the memory to them; more where
       // zeros are the most that there is to write.
-      const bool busy = *static_cast<volatile int*>(roles_left) > 0;
+      const bool busy = !ptx::BarrierTestWait(roles_done, 0);
       const int lanes = !__any_sync(kAllLanes, busy)        ? kZeroLanes
                         : params.capacity - used > 2 * used ? 3
                                                             : 1;
@@ -546,6 +650,7 @@ class Dispatch {
   }
 
   static constexpr int kZeroLanes = 8;
+  static constexpr int kBlocksThatFillMemory = 64;  // with at most 60 GB/s each
   // A chunk is 128 KiB, or a row.
   static constexpr int64_t kRowsPerChunk = Max(1, 128 * kKiB / kShape.wire.row_bytes);
 

@@ -67,9 +67,11 @@ struct Control {
   uint32_t invalid_ids;
   // 1 once this rank wrote its error record.
   uint32_t reported;
-  // Dispatch: chunks of the buffer's rest that blocks have taken to zero.
+  // Dispatch: chunks of the buffer's rest that blocks have taken to zero, and of the
+  // shared tokens that they have taken to write.
   uint32_t zero_chunks;
-  uint32_t pad1[5];
+  uint32_t token_chunks;
+  uint32_t pad1[4];
 };
 static_assert(sizeof(Control) == 128, "one line for peers, one for this rank");
 
