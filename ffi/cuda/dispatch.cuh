@@ -8,8 +8,9 @@
 // pieces; `item` is a piece of a token.
 //
 // Two SMs share a path to memory, and where both have a block they write half as fast
-// as one alone. So the last tokens' rows on this rank belong to no channel: senders
-// take them, a few at a time, when they have sent all of theirs.
+// as one alone. So where memory is what binds, the last tokens' rows on this rank
+// belong to no channel: senders take them, a few at a time, when they have sent all of
+// theirs. Where the link binds, they are written while it is busy.
 
 #ifndef JAX_EP_FFI_CUDA_DISPATCH_CUH_
 #define JAX_EP_FFI_CUDA_DISPATCH_CUH_
@@ -389,18 +390,22 @@ class Dispatch {
     }
     if (Lane() == 0) NoteStamp(state, kStampLastSend);
     sender.Flush();
-    if (first_shared < params.num_tokens) {
+    if (kMemoryBinds && first_shared < params.num_tokens) {
       WriteShared(params, first_shared, part, handled);
     }
     ptx::BulkWaitWritten<0>();
   }
+
+  // With more ranks more rows cross the link, which is ten times slower than memory.
+  static constexpr bool kMemoryBinds = kRanks <= 2;
 
   // A third of the tokens is shared; of few, where it would even out less than it costs
   // to load a token twice, none.
   static constexpr int kMinTokensToShare = 8;  // times the channels
   __device__ static __forceinline__ int64_t FirstShared(int64_t num_tokens,
                                                         int channels) {
-    const bool share = num_tokens >= static_cast<int64_t>(kMinTokensToShare) * channels;
+    const bool share = kMemoryBinds &&
+                       num_tokens >= static_cast<int64_t>(kMinTokensToShare) * channels;
     return share ? num_tokens - num_tokens / 3 : num_tokens;
   }
 
@@ -622,10 +627,8 @@ class Dispatch {
         params.group_offsets[groups - 1] + params.group_counts[groups - 1];
     const int64_t chunks = (params.capacity - used + kRowsPerChunk - 1) / kRowsPerChunk;
     uint32_t* taken = &ControlOf(params.common, params.common.rank)->zero_chunks;
-    // Between two ranks memory is what binds, if there are blocks enough: then few
-    // zeros had better fill what the blocks that are done early leave of it. With more
-    // ranks it has time while the link is busy.
-    if (kRanks <= 2 && gridDim.x >= kBlocksThatFillMemory &&
+    // Few zeros had better fill what blocks that are done early leave of the memory.
+    if (kMemoryBinds && gridDim.x >= kBlocksThatFillMemory &&
         params.capacity - used <= used / 2) {
       // Pairs with the arrivals in Run.
       ptx::BarrierWait(roles_done, 0);
