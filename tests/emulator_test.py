@@ -145,8 +145,8 @@ def test_dispatch(machine, tmp_path):
 
 # A third of however few tokens is shared, and few zeros come last.
 SHARED_TOKENS = [
-    Edit("dispatch.cuh", "kMinTokensToShare = 8;", "kMinTokensToShare = 0;"),
-    Edit("dispatch.cuh", "kBlocksThatFillMemory = 64;", "kBlocksThatFillMemory = 1;"),
+    Edit("dispatch_send.cuh", "kMinTokensToShare = 8;", "kMinTokensToShare = 0;"),
+    Edit("dispatch_zeros.cuh", "FillMemory = 64;", "FillMemory = 1;"),
 ]
 
 
@@ -311,7 +311,7 @@ FAULTS = {
         *(dispatch_cases, SMALL_RING),
     ),
     "a stage is loaded again before its stores have read it": (
-        [Edit("dispatch.cuh", "ptx::BulkWaitRead<kStages - 1 - kAhead>();", "")],
+        [Edit("dispatch_receive.cuh", "ptx::BulkWaitRead<kStages - 1 - kAhead>();", "")],
         *(dispatch_cases, SMALL_RING),
     ),
     "a sender waits for a slot and holds back what it sent": (
@@ -338,7 +338,7 @@ FAULTS = {
         [
             *SHARED_TOKENS,
             Edit(
-                "dispatch.cuh",
+                "dispatch_send.cuh",
                 "ptx::BulkWaitRead<kStages - 1 - kAhead>();\n        __syncwarp();\n"
                 "        part.queue[stage * 32 + Lane()] = make_int2(k",
                 "__syncwarp();\n        part.queue[stage * 32 + Lane()] = make_int2(k",
