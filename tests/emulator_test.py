@@ -311,7 +311,7 @@ FAULTS = {
         *(dispatch_cases, SMALL_RING),
     ),
     "a stage is loaded again before its stores have read it": (
-        [Edit("dispatch_receive.cuh", "ptx::BulkWaitRead<kStages - 1 - kAhead>();", "")],
+        [Edit("dispatch_send.cuh", "ptx::BulkWaitRead<kStages - 1 - kAhead>();", "")],
         *(dispatch_cases, SMALL_RING),
     ),
     "a sender waits for a slot and holds back what it sent": (
@@ -319,11 +319,11 @@ FAULTS = {
         *(lambda: circle("dispatch"), ["JAX_EP_TUNE_SLOTS=8"]),
     ),
     "sums are sent without a fence": (
-        [Edit("combine.cuh", "ptx::FenceSharedForBulk();", "")],
+        [Edit("combine_send.cuh", "ptx::FenceSharedForBulk();", "")],
         *(combine_cases, SMALL_RING),
     ),
     "a team waits for the wrong phase": (
-        [Edit("combine.cuh", "(use / kStages - 1) & 1", "(use / kStages) & 1")],
+        [Edit("combine_stages.cuh", "(use / kStages - 1) & 1", "(use / kStages) & 1")],
         *(combine_cases, SMALL_RING),
     ),
     "a piece is loaded without a fence after the acquire of its head": (
@@ -347,7 +347,11 @@ FAULTS = {
         *(dispatch_cases, SMALL_RING),
     ),
     "ids are sent without a barrier between rounds": (
-        [FEW_WARPS, ID_ROUNDS, Edit("layout.cuh", "if (i > 0) GridBarrier();", "")],
+        [
+            FEW_WARPS,
+            ID_ROUNDS,
+            Edit("layout_exchange.cuh", "if (i > 0) GridBarrier();", ""),
+        ],
         *(layout_cases, ()),
     ),
 }
