@@ -35,8 +35,9 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
+from jax_ep.hf_models import MODEL_TYPES, hf_moe_config  # noqa: E402
 from jax_ep.nnx import MoE  # noqa: E402
-from jax_ep.pretrained import MODEL_TYPES, hf_moe_config, load_hf_moe_layer  # noqa: E402
+from jax_ep.pretrained import load_hf_moe_layer  # noqa: E402
 
 TOKENS = (4, 16)  # Sequences, and the length of each.
 TOLERANCE = 1e-5  # Float32, relative to the largest output.

@@ -8,6 +8,7 @@ from jax_ep.dispatch import dispatch
 from jax_ep.dropless import Rounds, in_rounds
 from jax_ep.experts import experts, shared_experts
 from jax_ep.ffi import TARGETS as CUSTOM_CALLS
+from jax_ep.hf_models import hf_moe_config
 from jax_ep.layout import Handle, dispatch_layout
 from jax_ep.losses import (
     MoEStats,
@@ -27,11 +28,7 @@ from jax_ep.placement import (
     plan_placement,
     rank_loads,
 )
-from jax_ep.pretrained import (
-    export_hf_moe_layer,
-    hf_moe_config,
-    load_hf_moe_layer,
-)
+from jax_ep.pretrained import export_hf_moe_layer, load_hf_moe_layer
 from jax_ep.router import Routing, router, topk_routing
 from jax_ep.sharded import sharded_moe
 

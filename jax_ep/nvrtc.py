@@ -21,8 +21,8 @@ from collections.abc import Mapping
 # call carries.
 _FLAGS = ("--std=c++17", "-default-device")
 _VERBOSE = "--ptxas-options=-v"
-# Where there is a driver, NVRTC from 12.9 on keeps what it compiled; a result from there
-# comes without a log.
+# Where there is a driver, NVRTC from 12.9 on keeps what it compiled; what comes from
+# there has no log.
 _NO_CACHE, _NO_CACHE_SINCE = "--no-cache", (12, 9)
 _DIGEST_BYTES = 64  # A sha256 in hexadecimal, behind each cached cubin.
 _INSTALL = "pip install 'jax_ep[cuda13]'"

@@ -14,7 +14,8 @@ from conftest import CPU_FFI
 
 import jax_ep
 from jax_ep import dequantize
-from jax_ep.pretrained import export_hf_moe_layer, hf_moe_config, load_hf_moe_layer
+from jax_ep.hf_models import hf_moe_config
+from jax_ep.pretrained import export_hf_moe_layer, load_hf_moe_layer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import dequantize, pretrained
+from jax_ep import dequantize, hf_models, pretrained
 from jax_ep.config import MoEConfig
+from jax_ep.hf_models import MODEL_TYPES, hf_moe_config
 from jax_ep.params import init_params, param_info
-from jax_ep.pretrained import (
-    MODEL_TYPES,
-    export_hf_moe_layer,
-    hf_moe_config,
-    load_hf_moe_layer,
-)
+from jax_ep.pretrained import export_hf_moe_layer, load_hf_moe_layer
 
 H, F, E, K = 6, 4, 8, 2
 
@@ -81,6 +77,7 @@ def test_every_model_type_is_tested():
 
 def test_docstrings():
     assert doctest.testmod(pretrained).failed == 0
+    assert doctest.testmod(hf_models).failed == 0
 
 
 def test_configs():
