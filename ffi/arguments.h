@@ -1,6 +1,7 @@
 // What a custom call brings to its handler, decoded and checked alike on every
 // platform: HLO can come here without Python's checks.
-#pragma once
+#ifndef JAX_EP_FFI_ARGUMENTS_H_
+#define JAX_EP_FFI_ARGUMENTS_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -294,3 +295,5 @@ inline Status CheckTokens(const Config& config, int64_t num_tokens, int64_t num_
 }
 
 }  // namespace jax_ep
+
+#endif  // JAX_EP_FFI_ARGUMENTS_H_

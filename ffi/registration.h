@@ -1,14 +1,16 @@
 // What a platform's handlers export, and what they agree on with Python.
-#pragma once
+#ifndef JAX_EP_FFI_REGISTRATION_H_
+#define JAX_EP_FFI_REGISTRATION_H_
 
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_ep {
 
-// Changed when operands, results or attributes of a custom call change meaning. Python
-// puts the number of the module it finds into every call, so a program from a cache or
-// an export that was made for another version is refused with a message.
-inline constexpr int kAbiVersion = 2;
+// Changed when operands, results or attributes of a custom call change meaning, and
+// with kKernelAbi (cuda/workspace.h), since a program carries its kernels. Python puts
+// the number of the module it finds into every call, so a program from a cache or an
+// export that was made for another version is refused with a message.
+inline constexpr int kAbiVersion = 3;
 
 struct Registration {
   const char* target;  // jax_ep_dispatch
@@ -17,3 +19,5 @@ struct Registration {
 };
 
 }  // namespace jax_ep
+
+#endif  // JAX_EP_FFI_REGISTRATION_H_

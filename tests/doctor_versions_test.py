@@ -140,7 +140,7 @@ def test_release():
 
 def compiled(has_cuda: bool = True, version=(0, 4)):
     return types.SimpleNamespace(
-        abi_version=2,
+        abi_version=3,
         api_version=lambda: version,
         has_cuda=has_cuda,
         registrations=lambda: {"cpu": {"jax_ep_layout": {}, "jax_ep_combine": {}}},

@@ -120,6 +120,8 @@ def dispatch_cases() -> dict[str, Case]:
     cases = {}
     for name, (ranks, blocks, tokens, topk, row_bytes, weighted, capacity) in {
         "pieces": (2, 2, 40, 2, [1600], True, None),
+        # Bulk copies alone: no fence for a warp's own stores is in the way.
+        "plain": (2, 2, 40, 3, [1600], False, None),
         "leaves": (3, 2, 17, 4, [96, 7, 40, 2], True, None),
         "odd_rows": (2, 3, 25, 3, [334], False, 40),
         "many_topk": (2, 1, 3, 32, [64], True, 70),
@@ -312,6 +314,27 @@ FAULTS = {
     ),
     "a stage is loaded again before its stores have read it": (
         [Edit("dispatch_send.cuh", "ptx::BulkWaitRead<kStages - 1 - kAhead>();", "")],
+        *(dispatch_cases, SMALL_RING),
+    ),
+    "a lane loads a stage that stores of other lanes still read": (
+        [
+            Edit(
+                "dispatch_send.cuh",
+                "        __syncwarp();\n        const int64_t token = token_of",
+                "        const int64_t token = token_of",
+            )
+        ],
+        *(dispatch_cases, SMALL_RING),
+    ),
+    "a lane loads a shared token's stage that stores of others still read": (
+        [
+            *SHARED_TOKENS,
+            Edit(
+                "dispatch_send.cuh",
+                "        __syncwarp();\n        part.queue",
+                "        part.queue",
+            ),
+        ],
         *(dispatch_cases, SMALL_RING),
     ),
     "a sender waits for a slot and holds back what it sent": (

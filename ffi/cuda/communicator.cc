@@ -63,6 +63,14 @@ struct Slots {
     std::lock_guard<std::mutex> lock(mutex);
     return slots[{comm, device}];
   }
+  // Those there are. Nobody may wait for a slot with all slots locked: it is locked
+  // while its rank waits for others, which must find theirs.
+  std::vector<Slot*> All() {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<Slot*> all;
+    for (auto& [key, slot] : slots) all.push_back(&slot);
+    return all;
+  }
 };
 
 Slots& AllSlots() {
@@ -305,12 +313,10 @@ std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
 
 std::string CopyStamps(std::vector<StampRecord>* records) {
   const Driver& driver = Driver::Get();
-  Slots& slots = AllSlots();
-  std::lock_guard<std::mutex> lock(slots.mutex);
-  for (auto& [key, slot] : slots.slots) {
-    std::lock_guard<std::mutex> slot_lock(slot.mutex);
-    if (slot.generations.empty()) continue;
-    const Workspace& workspace = *slot.generations.back();
+  for (Slot* slot : AllSlots().All()) {
+    std::lock_guard<std::mutex> lock(slot->mutex);
+    if (slot->generations.empty()) continue;
+    const Workspace& workspace = *slot->generations.back();
     ScopedContext current(driver, workspace.context);
     if (!IsMapped(driver, workspace)) continue;
     Stream stream(driver);

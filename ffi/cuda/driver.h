@@ -34,18 +34,6 @@ inline constexpr int kAttributeComputeMajor = 75;    // COMPUTE_CAPABILITY_MAJOR
 inline constexpr int kAttributeComputeMinor = 76;    // COMPUTE_CAPABILITY_MINOR
 inline constexpr int kAttributeMaxSharedBytes = 97;  // ..._PER_BLOCK_OPTIN
 inline constexpr int kFunctionMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_...
-inline constexpr unsigned kLaunchCooperative = 2;    // CU_LAUNCH_ATTRIBUTE_...
-
-// CUlaunchAttribute: an id and a union padded to 64 bytes.
-struct LaunchAttribute {
-  unsigned id;
-  char pad[4];
-  union {
-    int cooperative;
-    char bytes[64];
-  } value;
-};
-static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
 
 // CUlaunchConfig.
 struct LaunchConfig {
@@ -53,7 +41,7 @@ struct LaunchConfig {
   unsigned block[3];
   unsigned shared_bytes;
   CUstream stream;
-  LaunchAttribute* attributes;
+  void* attributes;  // CUlaunchAttribute[num_attributes]
   unsigned num_attributes;
 };
 static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig of cuda.h");

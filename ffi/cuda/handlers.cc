@@ -216,6 +216,11 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
   // A buffer of the wrong shape is the cause of what Decode found, if there is one.
   if (Status finish = results.Finish(); !finish.ok()) status = finish;
   if (Status finish = operands.Finish(); !finish.ok()) status = finish;
+  if constexpr (!std::is_same_v<Stage, LayoutStage>) {
+    if (status.ok()) {
+      status = CheckPieces(ready.dims, workspace.num_ranks, params.num_tokens);
+    }
+  }
   if (!status.ok()) return ToFfi(Stage::kOp, status);
   for (int r = 0; r < workspace.num_ranks; ++r) {
     common.peers[r] = reinterpret_cast<uint8_t*>(workspace.peers[r]);

@@ -12,6 +12,10 @@ struct LaunchDims {
   int32_t blocks;
   int32_t threads;
   int32_t shared_bytes;  // dynamic; above 48 KiB the function attribute is needed
+  // Of dispatch and combine:
+  int32_t channels;    // of all blocks, if the ring has room
+  int32_t slot_bytes;  // of the ring
+  int32_t num_pieces;  // of a token
 };
 
 JAX_EP_HD constexpr int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -25,6 +29,23 @@ constexpr int kFreeSms = 32;
 JAX_EP_HD constexpr int GridBlocks(int device_sms, int num_sms) {
   const int64_t wanted = num_sms > 0 ? num_sms : device_sms - kFreeSms;
   return static_cast<int>(Max(1, Min(wanted, device_sms)));
+}
+
+// A channel has at least this many slots of the ring, or fewer channels are used.
+constexpr int kMinSlots = 4;
+
+// Channels between two ranks, of which `wanted` would be one for each warp.
+JAX_EP_HD constexpr int NumChannels(int num_ranks, int slot_bytes, int wanted) {
+  const int64_t slots = RingRangeBytes(num_ranks) / slot_bytes;
+  return static_cast<int>(Max(1, Min(Min(wanted, kMaxChannels), slots / kMinSlots)));
+}
+
+// The most tokens per rank of a dispatch or combine: the pieces of a channel are
+// counted in kCountBits.
+JAX_EP_HD constexpr int64_t MaxTokens(const LaunchDims& dims, int num_ranks) {
+  const int64_t pieces = (int64_t{1} << kCountBits) - 1;
+  return pieces / dims.num_pieces *
+         NumChannels(num_ranks, dims.slot_bytes, dims.channels);
 }
 
 // Dynamic shared memory a block may have on sm_90 and sm_100: 227 KiB, less what the
@@ -111,6 +132,9 @@ JAX_EP_HD constexpr LaunchDims DispatchLaunch(int device_sms, int num_sms,
   dims.blocks = GridBlocks(device_sms, num_sms);
   dims.threads = 32 * (2 * shape.channels + 1);
   dims.shared_bytes = shape.shared_bytes;
+  dims.channels = dims.blocks * shape.channels;
+  dims.slot_bytes = shape.wire.slot_bytes;
+  dims.num_pieces = shape.wire.num_pieces;
   return dims;
 }
 
@@ -167,6 +191,9 @@ JAX_EP_HD constexpr LaunchDims CombineLaunch(int device_sms, int num_sms,
   dims.blocks = GridBlocks(device_sms, num_sms);
   dims.threads = 32 * kCombineWarps;
   dims.shared_bytes = shape.shared_bytes;
+  dims.channels = dims.blocks;
+  dims.slot_bytes = shape.wire.slot_bytes;
+  dims.num_pieces = shape.wire.num_pieces;
   return dims;
 }
 

@@ -16,7 +16,6 @@ class LayoutPlace : public LayoutPlan {
 
   // Makes counts_ positions in the whole list of the source.
   __device__ void AddEarlierTiles(int tile) {
-    if (tile >= tiles_) return;
     const int source = tile / tiles_per_source_;
     const int first_tile = source * tiles_per_source_;
     const int last = LastNeeded(source);

@@ -104,16 +104,6 @@ __device__ __forceinline__ uint32_t LoadAcquireDevice(const uint32_t* address) {
 
 // --- loads and stores of rows -----------------------------------------------------
 
-// Bypasses L1, whose lines would outlive the kernel that wrote them.
-__device__ __forceinline__ uint4 LoadStreaming(const uint4* address) {
-  uint4 value;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address)
-               : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void StoreStreaming(uint4* address, uint4 value) {
   asm volatile(
       "st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
@@ -179,7 +169,7 @@ __device__ __forceinline__ bool BarrierTestWait(uint64_t* barrier, uint32_t pari
 }
 
 // Waits for work that this device does alone (a copy from global memory, another
-// warp's arithmetic) and so always ends.
+// warp's arithmetic) or for warps whose own waits are bounded, and so always ends.
 __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n\t.reg .pred p;\n"

@@ -27,9 +27,7 @@
 
 namespace jax_ep::cuda {
 
-// A channel has at least this many slots, or fewer channels are used.
-constexpr int kMinSlots = 4;
-// And at most this many: a small ring stays in the L2 between its two ends.
+// A channel has at most this many slots: a small ring stays in the L2 between its ends.
 #ifndef JAX_EP_TUNE_SLOTS
 #define JAX_EP_TUNE_SLOTS 32
 #endif
@@ -37,10 +35,7 @@ constexpr int kMaxSlots = JAX_EP_TUNE_SLOTS;
 
 // A sender with more to send publishes its head once per this many bytes, since each
 // release store waits for the link; one with nothing to do publishes at once.
-#ifndef JAX_EP_TUNE_PUBLISH
-#define JAX_EP_TUNE_PUBLISH (64 * 1024)
-#endif
-constexpr int kBytesPerPublish = JAX_EP_TUNE_PUBLISH;
+constexpr int kBytesPerPublish = 64 * kKiB;
 // A step that took so many cycles (10 us) came to a sender with time for one.
 constexpr uint32_t kSlowStepCycles = 18000;
 
@@ -56,8 +51,7 @@ __device__ __forceinline__ RingShape MakeRing(int num_ranks, int slot_bytes,
                                               int wanted_channels) {
   const int64_t slots = RingRangeBytes(num_ranks) / slot_bytes;
   RingShape ring;
-  ring.channels = static_cast<int>(
-      Max(1, Min(Min(wanted_channels, kMaxChannels), slots / kMinSlots)));
+  ring.channels = NumChannels(num_ranks, slot_bytes, wanted_channels);
   ring.slots = static_cast<int>(Min(kMaxSlots, slots / ring.channels));
   ring.pieces_per_publish =
       static_cast<int>(Max(1, Min(kBytesPerPublish / slot_bytes, ring.slots / 4)));

@@ -31,8 +31,6 @@ class RoutingBatches {
   static constexpr int kEntries = kPairs * kTopk;
   // With gathers the rows come one batch earlier than what they point to.
   static constexpr int kDepth = kGathers > 0 ? 3 : 2;
-  static constexpr int kSharedBytes =
-      (kArrays * kDepth + kGathers * 2) * kBatchEntries * 4;
 
   // `index(pair)` is the pair's position in units of K entries.
   template <class Index>

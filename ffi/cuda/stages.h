@@ -129,6 +129,14 @@ inline Routing TakeRouting(const CudaState& state, Buffers& operands, Status* st
   return routing;
 }
 
+// Of a dispatch or combine.
+inline Status CheckPieces(const LaunchDims& dims, int num_ranks, int64_t num_tokens) {
+  const int64_t most = MaxTokens(dims, num_ranks);
+  if (num_tokens <= most) return Status();
+  return InvalidArgument("tokens per rank (=", num_tokens, ") must be at most ", most,
+                         " on ", dims.blocks, " SMs (num_sms).");
+}
+
 struct LayoutStage {
   static constexpr char kOp[] = "dispatch_layout";
   static constexpr char kEntry[] = "jax_ep_layout";

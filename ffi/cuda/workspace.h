@@ -27,8 +27,9 @@ typedef unsigned long long uint64_t;
 
 namespace jax_ep::cuda {
 
-// Bumped with every change of a struct, an offset or a launch shape below.
-constexpr int kKernelAbi = 2;
+// Changed with every struct, offset or launch shape that host and kernels share, here
+// and in launch_shape.h; kAbiVersion with it, since programs carry their kernels.
+constexpr int kKernelAbi = 3;
 
 constexpr int kMaxRanks = 64;
 constexpr int kMaxTopk = 32;
@@ -134,7 +135,7 @@ constexpr int64_t kStampsBytes =
 constexpr int64_t kHeadOffset = 64 * kKiB;
 constexpr int64_t kTailOffset = kHeadOffset + kMaxChannels * kMaxRanks * 8;
 // A signal word: the call's number above the count of pieces. 2^40 calls last for
-// years at any rate, and 2^24 pieces of a channel are more than memory holds.
+// years at any rate. A call with 2^24 pieces in a channel is refused: CheckPieces.
 constexpr int kCountBits = 24;
 // The count of a call in a head or tail word; 0 if the word is older.
 JAX_EP_HD constexpr uint32_t CountIn(uint64_t word, uint64_t call) {
@@ -255,7 +256,7 @@ static_assert(sizeof(CombineParams) <= 4096, "");
 // ---------------------------------------------------------------------------
 // Compilation. One source per kernel, one entry point in it, no name mangling:
 //
-//   layout.cu    jax_ep_layout    no macros, one cubin for all shapes
+//   layout.cu    jax_ep_layout    one cubin for all shapes
 //   dispatch.cu  jax_ep_dispatch  JAX_EP_RANKS, JAX_EP_TOPK, JAX_EP_HAS_WEIGHTS,
 //                                 JAX_EP_LEAF_BYTES (comma list: bytes of a row)
 //   combine.cu   jax_ep_combine   JAX_EP_RANKS, JAX_EP_TOPK, JAX_EP_HAS_WEIGHTS,
@@ -263,9 +264,11 @@ static_assert(sizeof(CombineParams) <= 4096, "");
 //                                 JAX_EP_WIRE_F32, JAX_EP_LEAF_DTYPES (comma list
 //                                 of LeafDtype), JAX_EP_LEAF_WIDTHS (comma list)
 //
-// Flags are 0 or 1. NVRTC options: -std=c++17 -default-device, this folder and
-// the CUDA headers on the include path, -arch=sm_90a or sm_100a. -use_fast_math,
-// -fmad and the like must stay at their defaults.
+// Flags are 0 or 1. JAX_EP_STAMPS=1 makes any of them note its phases;
+// JAX_EP_TUNE_SLOTS and JAX_EP_TUNE_PIECE are for tests, which want small rings. NVRTC
+// options: -std=c++17 -default-device, this folder and the CUDA headers on the include
+// path, -arch=sm_90a or sm_100a. -use_fast_math, -fmad and the like must stay at their
+// defaults.
 // ---------------------------------------------------------------------------
 
 enum LeafDtype : int32_t { kLeafF32 = 0, kLeafBf16 = 1, kLeafF16 = 2 };

@@ -1,5 +1,6 @@
 // Sums every token's rows, in a fixed order.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_COMBINE_H_
+#define JAX_EP_FFI_HOST_COMBINE_H_
 
 #include <cstdint>
 #include <vector>
@@ -43,3 +44,5 @@ Status Combine(const RoutingShape& shape, const std::vector<CombineLeaf>& leaves
                const Parallel& parallel);
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_COMBINE_H_

@@ -1,5 +1,6 @@
 // Moves every token's row to each row that its slots name. Bits, no arithmetic.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_DISPATCH_H_
+#define JAX_EP_FFI_HOST_DISPATCH_H_
 
 #include <cstdint>
 #include <vector>
@@ -25,3 +26,5 @@ Status Dispatch(const RoutingShape& shape, const std::vector<int64_t>& row_bytes
                 const std::vector<DispatchBuffers>& ranks, const Parallel& parallel);
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_DISPATCH_H_

@@ -1,5 +1,6 @@
 // Float formats of rows, and the rounding mode sums are made in.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_FLOAT_H_
+#define JAX_EP_FFI_HOST_FLOAT_H_
 
 #include <cstdint>
 #include <cstring>
@@ -132,3 +133,5 @@ inline F16 FromFloat<F16>(float value) {
 }
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_FLOAT_H_

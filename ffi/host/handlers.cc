@@ -171,8 +171,8 @@ void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
     if (config.stamps && status.ok()) {
       const int64_t ended = Now();
       for (const Arrival& rank : *full) {
-        const auto* brought = static_cast<const Brought*>(rank.participant.get());
-        KeepStamps(Stage::kName, rank.rank, brought->arrived, began, ended);
+        const auto* each = static_cast<const Brought*>(rank.participant.get());
+        KeepStamps(Stage::kName, rank.rank, each->arrived, began, ended);
       }
     }
   } catch (const std::exception& e) {

@@ -1,5 +1,6 @@
 // The custom calls of platform "cpu".
-#pragma once
+#ifndef JAX_EP_FFI_HOST_HANDLERS_H_
+#define JAX_EP_FFI_HOST_HANDLERS_H_
 
 #include <vector>
 
@@ -10,3 +11,5 @@ namespace jax_ep::host {
 std::vector<Registration> Registrations();
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_HANDLERS_H_

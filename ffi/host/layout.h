@@ -2,7 +2,8 @@
 //
 // Letters: R ranks, T tokens per rank, K top-k, E experts, L = E / R experts per rank,
 // C capacity, A expert alignment. Expert e lives on rank e / L.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_LAYOUT_H_
+#define JAX_EP_FFI_HOST_LAYOUT_H_
 
 #include <cstdint>
 #include <vector>
@@ -54,3 +55,5 @@ void ComputeLayout(const LayoutShape& shape, const std::vector<LayoutBuffers>& r
                    const Parallel& parallel);
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_LAYOUT_H_

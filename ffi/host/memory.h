@@ -1,5 +1,6 @@
 // How results meet the virtual memory of the host.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_MEMORY_H_
+#define JAX_EP_FFI_HOST_MEMORY_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -30,3 +31,5 @@ inline void ExpectFullWrite(void* data, size_t bytes) {
 }
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_MEMORY_H_

@@ -1,5 +1,6 @@
 // A loop shared by the calling thread and tasks of a thread pool it does not own.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_PARALLEL_H_
+#define JAX_EP_FFI_HOST_PARALLEL_H_
 
 #include <cstdint>
 #include <functional>
@@ -62,3 +63,5 @@ class ErrorSink {
 };
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_PARALLEL_H_

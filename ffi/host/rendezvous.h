@@ -4,7 +4,8 @@
 // starve them of the pool they run on. So nobody waits here: a rank leaves what it
 // brought and how to tell it the outcome, and returns. The last rank to arrive gets
 // everything and does the work for all.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_RENDEZVOUS_H_
+#define JAX_EP_FFI_HOST_RENDEZVOUS_H_
 
 #include <atomic>
 #include <chrono>
@@ -130,3 +131,5 @@ class Rendezvous {
 };
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_RENDEZVOUS_H_

@@ -2,7 +2,8 @@
 //
 // Its values come from outside and may be anything: a handle of another call, or HLO
 // written by hand. So each is checked before it is used as an index.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_ROUTING_H_
+#define JAX_EP_FFI_HOST_ROUTING_H_
 
 #include <cstdint>
 
@@ -66,3 +67,5 @@ Status CheckSlot(const RoutingShape& shape, const Ranks& ranks, int source, int6
 }
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_ROUTING_H_

@@ -1,5 +1,6 @@
 // Errors of the host core, which knows nothing of XLA.
-#pragma once
+#ifndef JAX_EP_FFI_HOST_STATUS_H_
+#define JAX_EP_FFI_HOST_STATUS_H_
 
 #include <sstream>
 #include <string>
@@ -41,3 +42,5 @@ Status Internal(const Parts&... parts) {
 }
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_HOST_STATUS_H_

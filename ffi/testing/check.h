@@ -1,5 +1,6 @@
 // The smallest test framework: CHECK, and a main that runs the named tests.
-#pragma once
+#ifndef JAX_EP_FFI_TESTING_CHECK_H_
+#define JAX_EP_FFI_TESTING_CHECK_H_
 
 #include <cstdio>
 #include <cstdlib>
@@ -45,3 +46,5 @@ inline int RunTests(std::initializer_list<std::pair<const char*, void (*)()>> te
 }
 
 }  // namespace jax_ep
+
+#endif  // JAX_EP_FFI_TESTING_CHECK_H_

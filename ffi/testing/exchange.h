@@ -1,5 +1,6 @@
 // The routing of all ranks for the tests of dispatch and combine.
-#pragma once
+#ifndef JAX_EP_FFI_TESTING_EXCHANGE_H_
+#define JAX_EP_FFI_TESTING_EXCHANGE_H_
 
 #include <random>
 #include <vector>
@@ -69,3 +70,5 @@ inline LayoutShape RandomShape(std::mt19937& random) {
 }
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_TESTING_EXCHANGE_H_

@@ -1,5 +1,6 @@
 // A thread pool for tests, in the place of XLA's.
-#pragma once
+#ifndef JAX_EP_FFI_TESTING_THREADS_H_
+#define JAX_EP_FFI_TESTING_THREADS_H_
 
 #include <atomic>
 #include <condition_variable>
@@ -63,3 +64,5 @@ class Threads {
 };
 
 }  // namespace jax_ep::host
+
+#endif  // JAX_EP_FFI_TESTING_THREADS_H_

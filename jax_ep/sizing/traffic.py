@@ -173,7 +173,7 @@ def layout_traffic(
     Raises:
       ValueError: as `rows_per_token`.
 
-    Source: ffi/cuda/layout.cuh; times, examples/benchmarks/results/h200.md.
+    Source: ffi/cuda/layout_exchange.cuh; times, examples/benchmarks/results/h200.md.
     """
     num_ids = shape.tokens * shape.routing.num_topk
     block = -(-num_ids // _IDS_PER_LINE) * _LINE

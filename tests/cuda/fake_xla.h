@@ -1,6 +1,7 @@
 // As much of XLA's runtime as calls FFI handlers on CUDA: one call site, run stage by
 // stage on the devices of a group, with the stand-in libraries below it.
-#pragma once
+#ifndef JAX_EP_TESTS_CUDA_FAKE_XLA_H_
+#define JAX_EP_TESTS_CUDA_FAKE_XLA_H_
 
 #include <cstdint>
 #include <deque>
@@ -279,3 +280,5 @@ inline std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage,
 }
 
 }  // namespace fake_xla
+
+#endif  // JAX_EP_TESTS_CUDA_FAKE_XLA_H_

@@ -17,6 +17,7 @@
 
 #include "ffi/cuda/handlers.h"
 #include "ffi/cuda/launch_shape.h"
+#include "ffi/cuda/stages.h"
 #include "ffi/cuda/workspace.h"
 #include "ffi/testing/check.h"
 #include "tests/cuda/fake_xla.h"
@@ -773,6 +774,43 @@ void Stamps() {
   CHECK_EQ(records.size(), size_t{0});
 }
 
+// A channel's pieces fit the count of a signal word.
+void ManyTokens() {
+  const int64_t wide[] = {14336}, widths[] = {20000};
+  const int32_t dtypes[] = {kLeafBf16};
+  constexpr int64_t kPieces = (1 << 24) - 1;
+  CHECK_EQ(MaxTokens(DispatchLaunch(132, 0, wide, 1, 8, true), 2), 100 * kPieces);
+  CHECK_EQ(MaxTokens(DispatchLaunch(132, 1, wide, 1, 8, true), 2), kPieces);
+  // A ring at 64 ranks has 271 slots of 14464 bytes, 4 at least to a channel.
+  CHECK_EQ(MaxTokens(DispatchLaunch(132, 0, wide, 1, 8, true), 64), 67 * kPieces);
+  // Rows of three pieces.
+  const LaunchDims combine = CombineLaunch(132, 7, dtypes, widths, 1, 8, false, false);
+  CHECK_EQ(MaxTokens(combine, 2), 7 * (kPieces / 3));
+  const Status status = CheckPieces(combine, 2, 7 * (kPieces / 3) + 1);
+  CHECK_EQ(status.message(), std::string("tokens per rank (=39146046) must be at most "
+                                         "39146045 on 7 SMs (num_sms)."));
+  CHECK_EQ(CheckPieces(combine, 2, 7 * (kPieces / 3)).ok(), true);
+}
+
+// Stamps are read while a rank waits inside NCCL for one that is yet to come.
+void StampsWhileRanksMeet() {
+  Open();
+  Devices devices(Group(2));
+  CallSite site("jax_ep_dispatch", For("jax_ep_dispatch", 2));
+  CHECK_EQ(site.Instantiate(), std::string());
+  std::thread first([&] { CHECK_EQ(devices.RunOn(site, 0, 1), std::string()); });
+  while (Registrations() < 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::thread reader([&] {
+    std::vector<StampRecord> records;
+    CHECK_EQ(TakeStamps(&records), std::string());
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  std::thread second([&] { CHECK_EQ(devices.RunOn(site, 1, 1), std::string()); });
+  first.join();
+  second.join();
+  reader.join();
+}
+
 const std::pair<const char*, void (*)()> kTests[] = {
     {"launches", Launches},
     {"reversed_devices", ReversedDevices},
@@ -799,6 +837,8 @@ const std::pair<const char*, void (*)()> kTests[] = {
     {"timeout_seen_at_once", TimeoutSeenAtOnce},
     {"timeout_between_devices", TimeoutBetweenDevices},
     {"stamps", Stamps},
+    {"many_tokens", ManyTokens},
+    {"stamps_while_ranks_meet", StampsWhileRanksMeet},
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 // What the stand-in libraries offer to a test beyond the real ones' entry points.
-#pragma once
+#ifndef JAX_EP_TESTS_CUDA_STANDIN_H_
+#define JAX_EP_TESTS_CUDA_STANDIN_H_
 
 #include <cstddef>
 
@@ -33,3 +34,5 @@ void standin_swap_peers(bool swap);  // peers 0 and 1 are seen in each other's p
 void standin_fail_alloc(int rank);   // ncclMemAlloc fails for it; -1 for none
 int standin_registrations();
 }
+
+#endif  // JAX_EP_TESTS_CUDA_STANDIN_H_

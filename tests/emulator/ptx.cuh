@@ -67,7 +67,6 @@ inline uint32_t LoadAcquireDevice(const uint32_t* address) { return Poll(address
 
 // --- loads and stores of rows -----------------------------------------------------
 
-inline uint4 LoadStreaming(const uint4* address) { return *address; }
 inline void StoreStreaming(uint4* address, uint4 value) { *address = value; }
 
 // --- asynchronous copies ------------------------------------------------------------

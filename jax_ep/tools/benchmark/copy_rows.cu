@@ -9,17 +9,17 @@ __device__ unsigned Shared(const void* pointer) {
 
 // Row i of `source` to row i of every target, one row and target per warp at a time.
 extern "C" __global__ void copy_rows(const char* source,
-                                     const unsigned long long* targets,
-                                     int num_targets, int num_rows) {
+                                     const unsigned long long* targets, int num_targets,
+                                     int num_rows) {
   extern __shared__ __align__(128) char shared[];
   __shared__ unsigned long long barriers[kWarps][kStages];
   if (threadIdx.x % 32 != 0) return;
   const int warp = threadIdx.x / 32;
   char* stages = shared + warp * kStages * kRowBytes;
   for (int stage = 0; stage < kStages; ++stage) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(
-                     Shared(&barriers[warp][stage]))
-                 : "memory");
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(Shared(&barriers[warp][stage]))
+        : "memory");
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 
@@ -31,10 +31,10 @@ extern "C" __global__ void copy_rows(const char* source,
     const int stage = i % kStages;
     const unsigned barrier = Shared(&barriers[warp][stage]);
     const char* row = source + (first + i * stride) / num_targets * kRowBytes;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     barrier),
-                 "r"(kRowBytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+        "r"(kRowBytes)
+        : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1], %2, [%3];" ::"r"(Shared(stages + stage * kRowBytes)),
@@ -62,10 +62,10 @@ extern "C" __global__ void copy_rows(const char* source,
     const long long index = first + i * stride;
     const unsigned long long place =
         targets[index % num_targets] + index / num_targets * kRowBytes;
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
-                     place),
-                 "r"(Shared(stages + stage * kRowBytes)), "r"(kRowBytes)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(place),
+        "r"(Shared(stages + stage * kRowBytes)), "r"(kRowBytes)
+        : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
