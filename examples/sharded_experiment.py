@@ -249,6 +249,8 @@ def main() -> None:
         f"{name}={value}": dataclasses.replace(base, **{name: value})
         for value in values
     }
+    for settings in runs.values():  # Refuses, before anything is written.
+        settings.mesh(), settings.moe()
     check_folder(options.out, base, name, options.resume)
     text, held_out = manual_text.train_and_held_out()
     held_out = manual_text.random_windows(

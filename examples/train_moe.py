@@ -49,8 +49,6 @@ def main() -> int:
             (out / "checkpoints").absolute(), options=options
         )
         check_checkpoint(checkpoints.latest_step(), settings, out, resume)
-        text = json.dumps(dataclasses.asdict(settings), indent=2)
-        (out / "settings.json").write_text(text + "\n")
     except OSError as error:
         parser.error(f"--out {out}: {error.strerror}")
     except ValueError as error:
@@ -59,6 +57,8 @@ def main() -> int:
         recorder = open_recorder(record, every, settings, mesh) if record else None
     except OSError as error:
         parser.error(f"--record {error.filename}: {error.strerror}")
+    text = json.dumps(dataclasses.asdict(settings), indent=2)
+    (out / "settings.json").write_text(text + "\n")
 
     console = Console()
     platform = mesh.devices.flat[0].platform

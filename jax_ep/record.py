@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.layout import MAX_EXPERTS
@@ -22,6 +23,7 @@ from jax_ep.recording import (
     Metadata,
     Record,
     Recording,
+    checksum_of,
     ids,
     partial_path,
     read,
@@ -96,7 +98,7 @@ class Recorder:
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._is_full = False
         self._error: BaseException | None = None
-        self._file = open(self._partial, "xb")  # noqa: SIM115 (closed by `close`)
+        self._file = open(self._partial, "xb")
         self._file.write(FORMAT)
         text = json.dumps(dataclasses.asdict(self.metadata))
         self._write(METADATA, zlib.compress(text.encode()))
@@ -130,8 +132,9 @@ class Recorder:
             must not be donated to a later call.
 
         Raises:
-          ValueError: a closed recorder, a negative step, or an array of which this
-            process holds a part only. OSError: the file could not be written.
+          ValueError: a closed recorder, a negative step, an array of another shape or
+            dtype, or one of which this process holds a part only. TypeError: what is
+            no `jax.Array`. OSError: the file could not be written.
         """
         if self._thread is None:
             raise ValueError("jax_ep.record: the recorder is closed.")
@@ -143,10 +146,23 @@ class Recorder:
         is_stacked = not isinstance(topk_idx, Mapping)
         arrays = {"all": topk_idx} if is_stacked else dict(topk_idx)
         for name, array in arrays.items():
+            what = f'jax_ep.record: topk_idx of layer "{name}"'
+            if not isinstance(array, jax.Array):
+                raise TypeError(
+                    f"{what} must be a jax.Array, got {type(array).__name__}."
+                )
+            shape = "[layers, ..., K]" if is_stacked else "[..., K]"
+            if array.ndim < 1 + is_stacked or not jnp.issubdtype(
+                array.dtype, jnp.integer
+            ):
+                raise ValueError(
+                    f"{what} ({array.dtype}{list(array.shape)}) must be {shape} of an "
+                    "integer dtype."
+                )
             if not (array.is_fully_addressable or array.is_fully_replicated):
                 raise ValueError(
-                    f'jax_ep.record: topk_idx of layer "{name}" must be held by this '
-                    "process whole: gather it, e.g. by an out_sharding of P()."
+                    f"{what} must be held by this process whole: gather it, e.g. by an "
+                    "out_sharding of P()."
                 )
             array.copy_to_host_async()
         self._queue.put((step, arrays, is_stacked))
@@ -200,6 +216,6 @@ class Recorder:
         return (np.clip(topk_idx, -1, num_experts) + 1).astype(small)
 
     def _write(self, step: int, payload: bytes) -> None:
-        header = HEADER.pack(len(payload), zlib.crc32(payload), step)
+        header = HEADER.pack(len(payload), checksum_of(step, payload), step)
         self._file.write(header + payload)
         self._file.flush()

@@ -1,9 +1,9 @@
 """Reading a recorded routing back: the file, its steps, and ids to replay.
 
 A file is a line that names the format, then frames: a header of three numbers (bytes of
-the payload, their CRC-32, the step) and the payload. The first frame is the metadata,
-the last one says that the recording was closed. Whatever ends a run, all frames before
-the last write are whole.
+the payload, the CRC-32 of the frame's other parts, the step) and the payload. The first
+frame is the metadata, the last one says that the recording was closed. Whatever ends a
+run, all frames before the last write are whole.
 """
 
 import dataclasses
@@ -19,9 +19,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-FORMAT = b"jax_ep routing 1\n"
-HEADER = struct.Struct("<IIq")  # bytes of the payload, CRC-32, step
+FORMAT = b"jax_ep routing 2\n"
+HEADER = struct.Struct("<IIq")  # bytes of the payload, checksum, step
 METADATA, END = -1, -2  # in place of a step
+
+
+def checksum_of(step: int, payload: bytes) -> int:
+    """Of a frame."""
+    return zlib.crc32(payload, zlib.crc32(HEADER.pack(len(payload), 0, step)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +215,7 @@ def _frame(path: Path, file: BinaryIO) -> tuple[int, bytes]:
     start = file.tell()
     length, checksum, step = HEADER.unpack(file.read(HEADER.size))
     payload = file.read(length)
-    if len(payload) < length or zlib.crc32(payload) != checksum:
+    if len(payload) < length or checksum_of(step, payload) != checksum:
         raise ValueError(
             f"{path}: this recording is damaged: the {length} bytes of step {step} "
             f"at byte {start} do not have their checksum."

@@ -88,6 +88,27 @@ def test_no_file(tmp_path):
             r"rank_rows\[0\]\[2\]: expected .*int.*, got 1.5",
         ),
         (lambda d: d.update(overlap=[]), "overlap: expected .*, got list"),
+        (
+            lambda d: d["layer"].update(ranks=0),
+            "layer: expected sizes from 1 on, got 0",
+        ),
+        (lambda d: d.update(exchanges=[]), "exchanges: expected at least one"),
+        (
+            lambda d: d["exchanges"][0].update(seconds=0.0),
+            "exchanges: expected positive seconds of .*, got 0.0",
+        ),
+        (
+            lambda d: d["exchanges"][0].update(seconds=float("nan")),
+            "exchanges: expected positive seconds of .*, got nan",
+        ),
+        (
+            lambda d: d["load"]["rank_rows"][0].append(1),
+            r"load: expected rank_rows \[\d, \d\]",
+        ),
+        (
+            lambda d: d["load"].update(expert_rows=[]),
+            r"load: expected expert_rows \[1, \d+\]",
+        ),
     ],
 )
 def test_what_is_no_measurement(tmp_path, change, words):

@@ -1,7 +1,9 @@
 """Recorded routing: what comes back, what it may cost, and files that end early."""
 
 import re
+import struct
 import threading
+import warnings
 
 import flax.linen
 import flax.nnx
@@ -209,7 +211,7 @@ def test_what_is_no_recording(tmp_path):
     for data, message in (
         (b"", "not a recording of jax_ep."),
         (b"PK\x03\x04 something else", "not a recording of jax_ep."),
-        (b"jax_ep routing 1\n", "not a recording of jax_ep: it has no metadata."),
+        (b"jax_ep routing 2\n", "not a recording of jax_ep: it has no metadata."),
     ):
         path.write_bytes(data)
         with pytest.raises(ValueError) as error:
@@ -404,3 +406,35 @@ def test_the_flax_layers_tell_their_ids():
     kernel = flax.linen.meta.unbox(variables)["params"]["router_kernel"]
     (stats,) = sown["intermediates"]["moe_stats"]
     np.testing.assert_array_equal(stats.topk_idx, routed(x, kernel))
+
+
+@pytest.mark.parametrize("frame", ["step", "end"])
+def test_a_damaged_number_of_a_step(tmp_path, frame):
+    """Payloads are whole, and a step or the end has become another step."""
+    path = tmp_path / "run"
+    write(path, steps=[5])
+    data = bytearray(path.read_bytes())
+    at = data.index(struct.pack("<q", 5)) if frame == "step" else len(data) - 8
+    data[at] ^= 4
+    path.write_bytes(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Without its end it was not closed, either.
+        with pytest.raises(ValueError, match="this recording is damaged"):
+            list(read(path))
+
+
+@pytest.mark.parametrize(
+    ("topk_idx", "message"),
+    [
+        (jnp.zeros((4,), jnp.int32), "int32[4]) must be [layers, ..., K] of an"),
+        ({"0": jnp.zeros((), jnp.int32)}, "int32[]) must be [..., K] of an integer"),
+        ({"0": jnp.zeros((4, 2))}, 'layer "0" (float32[4, 2]) must be [..., K] of an'),
+        ({"a": np.zeros((4, 2), int)}, 'layer "a" must be a jax.Array, got ndarray.'),
+    ],
+)
+def test_what_is_no_routing(tmp_path, topk_idx, message):
+    with (
+        Recorder(tmp_path / "run", num_experts=8) as recorder,
+        pytest.raises((TypeError, ValueError), match=re.escape(message)),
+    ):
+        recorder.add(0, topk_idx)

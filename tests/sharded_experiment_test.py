@@ -55,6 +55,8 @@ def test_resumes_and_further_rounds(tmp_path):
     assert in_rounds["dropped"] == "0.00%"
     assert in_rounds["held out"] == dropless["held out"]
 
+    run("--sweep", "expert=3", "--out", parts, code=1)
+    assert not parts.exists()
     options += ["--sweep", "capacity-factor=0.5", "--out", parts]
     run(*options, "--steps", "2")
     assert "has results" in run(*options, code=1)

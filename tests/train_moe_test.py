@@ -129,3 +129,5 @@ def test_bad_arguments_give_one_line(arguments, message, tmp_path, monkeypatch, 
         train_moe.main()
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == f"train_moe.py: error: {message}\n"
+    # Settings of a run that never was would change the next one's.
+    assert not list(tmp_path.rglob("settings.json"))

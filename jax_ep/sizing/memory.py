@@ -19,6 +19,9 @@ _ALL_RANGES = 240 * _MIB
 _RANGE_STEP = 64 * _KIB
 
 
+_MAX_TOKENS = 2**31 - 1  # a dimension of an array whose indices are int32
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One exchange, as each of its ranks sees it.
@@ -32,8 +35,8 @@ class Shape:
       expert_alignment: A.
 
     Raises:
-      ValueError: a number below 1, an R that does not fit E, a capacity factor that
-        `MoEConfig` refuses.
+      ValueError: a number below 1, tokens that no array can have, an R that does not
+        fit E, a capacity factor that `MoEConfig` refuses.
     """
 
     routing: UniformRouting
@@ -51,6 +54,11 @@ class Shape:
             num_ranks=self.num_ranks,
             expert_alignment=self.expert_alignment,
         )
+        if self.tokens > _MAX_TOKENS:
+            raise ValueError(
+                f"jax_ep.sizing.Shape: tokens (={self.tokens}) must be at most "
+                f"{_MAX_TOKENS}."
+            )
         experts = self.routing.num_experts
         if experts % self.num_ranks and self.num_ranks % experts:
             raise ValueError(

@@ -102,7 +102,12 @@ def bench(
         return
     bench_view.show(found)
     if out is not None:
-        console.console.print(f"\nWritten to {out}: python -m jax_ep report {out}")
+        console.console.print(
+            f"\nWritten to {out}: python -m jax_ep report {out}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def make_request(model: str | None, request: Request) -> Request:

@@ -305,8 +305,9 @@ def _sentence(worst, lost, reasons, step: float | None) -> str:
 def duration(seconds: float) -> str:
     """Three figures in the fitting unit: 987 µs, 2.00 ms."""
     size = abs(seconds)
-    unit, scale = ("s", 1.0) if size >= 1 else ("ms", 1e-3)
-    if size < 1e-3:
+    # What rounding makes a thousand belongs to the next unit, as in page/units.py.
+    unit, scale = ("s", 1.0) if size >= 0.9995 else ("ms", 1e-3)
+    if size < 0.9995e-3:
         unit, scale = "µs", 1e-6
     value = seconds / scale
     if abs(value) >= 1000:

@@ -6,6 +6,7 @@ is a position on the expert axis.
 
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -200,7 +201,39 @@ def read(path: str | os.PathLike) -> Measurement:
         raise ValueError(f"{path}: not a measurement of jax_ep: {error}.") from None
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise ValueError(f'{path}: not a measurement of jax_ep ("format": "{FORMAT}").')
-    return _build(Measurement, found, str(path))
+    measured = _build(Measurement, found, str(path))
+    _check(measured, str(path))
+    return measured
+
+
+def _check(found: Measurement, where: str) -> None:
+    """What types do not say: something was measured, and in what shapes."""
+    layer, load = found.layer, found.load
+    least = min(v for v in dataclasses.astuple(layer) if isinstance(v, int))
+    if least < 1:
+        raise ValueError(f"{where}: layer: expected sizes from 1 on, got {least}.")
+    steps = len(load.expert_rows)
+    for name, width in (
+        ("expert_rows", layer.experts),
+        ("rank_rows", layer.ranks),
+        ("rank_seconds", layer.ranks),
+        ("dropped_rows", layer.ranks),
+    ):
+        rows = getattr(load, name)
+        if rows is None:
+            continue
+        if not rows or len(rows) != steps or any(len(row) != width for row in rows):
+            raise ValueError(
+                f"{where}: load: expected {name} [{max(steps, 1)}, {width}]."
+            )
+    if not found.exchanges:
+        raise ValueError(f"{where}: exchanges: expected at least one.")
+    for each in found.exchanges:
+        if not 0 < each.seconds < math.inf:
+            raise ValueError(
+                f"{where}: exchanges: expected positive seconds of {each.stage}, got "
+                f"{each.seconds}."
+            )
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:

@@ -158,7 +158,9 @@ def plan(
     else:
         plan_view.show(found)
         if plot is not None:
-            console.console.print(f"Picture: {plot}", highlight=False)
+            console.console.print(
+                f"Picture: {plot}", highlight=False, markup=False, soft_wrap=True
+            )
 
 
 @contextlib.contextmanager
@@ -173,6 +175,11 @@ def _refused():
 def _model(name: str | None, **given: int | None) -> Model:
     """A known model, with what the options say otherwise."""
     values: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    # The others are checked where they are used. 0 is an expert without weights.
+    for key, least in (("layers", 1), ("expert_hidden", 0)):
+        if values.get(key, least) < least:
+            option = "--" + key.replace("_", "-")
+            raise UserError(f"{option} (={values[key]}) must be at least {least}.")
     if name is not None:
         return dataclasses.replace(find_model(name), **values)
     missing = [f"--{k}" for k in ("hidden", "experts", "topk") if k not in values]
