@@ -1,5 +1,17 @@
 """Expert parallelism for JAX: dispatch and combine as differentiable custom calls."""
 
+from importlib import import_module as _import_module
+
+try:  # First, since without it all else fails for a reason that says nothing.
+    _import_module("jax_ep._ffi")
+except ImportError as error:
+    raise ImportError(
+        f"jax_ep: {__path__[0]} has no compiled module for this Python ({error}). In a "
+        "checkout: start Python elsewhere or with -P after pip install ., or pip "
+        "install -e .; else install jax_ep again.",
+        name="jax_ep",
+    ) from None
+
 from jax_ep import record, sizing, stamps
 from jax_ep.check import check
 from jax_ep.combine import combine
@@ -30,7 +42,10 @@ from jax_ep.placement import (
 )
 from jax_ep.pretrained import export_hf_moe_layer, load_hf_moe_layer
 from jax_ep.router import Routing, router, topk_routing
+from jax_ep.serialization import register_serialization as _register_serialization
 from jax_ep.sharded import sharded_moe
+
+_register_serialization()
 
 __all__ = [
     "CUSTOM_CALLS",

@@ -95,6 +95,27 @@ def axis_label(names: tuple[str, ...]) -> str:
     return ",".join(names)
 
 
+def in_sequence(primitive, operands, dims, **params):
+    """Vmap of a primitive whose operands must vary alike: one call after another."""
+    mapped = [dim is not None for dim in dims]
+    moved = [
+        jax.numpy.moveaxis(operand, dim, 0)
+        for operand, dim, is_mapped in zip(operands, dims, mapped, strict=True)
+        if is_mapped
+    ]
+
+    def one(slices):
+        slices = iter(slices)
+        args = [
+            next(slices) if is_mapped else operand
+            for operand, is_mapped in zip(operands, mapped, strict=True)
+        ]
+        # With spmd_axis_name, the mapped ones vary over one axis more.
+        return primitive.bind(*vary_alike((), args), **params)
+
+    return lax.map(one, moved)
+
+
 def vary_alike(names: tuple[str, ...], tree):
     """Casts every array to the union of all arrays' varying axes and `names`.
 

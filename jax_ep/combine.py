@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import ffi
 from jax_ep.axis import vary_alike
-from jax_ep.dispatch import wire_is_f32
+from jax_ep.dispatch import dispatch_leaves, wire_is_f32
 from jax_ep.layout import Handle, call_config, row_is_kept
 from jax_ep.payload import to_wire
 
@@ -120,9 +120,8 @@ def _combine_fwd(static, leaves, weights, bias, handle):
 
 
 def _combine_bwd(static, residuals, d_out):
-    config, _ = static
     handle, weighted, no_bias = residuals
-    rows, _ = ffi.dispatch(config, handle, tuple(d_out), None)
+    rows, _ = tuple(dispatch_leaves(static, tuple(d_out), None, handle))
     d_bias = None if no_bias else tuple(d_out)
     if weighted is None:
         return rows, None, d_bias, None

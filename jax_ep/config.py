@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import math
+from numbers import Integral
 from typing import Any, Literal, Self
 
 ScoreFunc = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -117,6 +119,15 @@ class MoEConfig:
     router_z_loss_weight: float = 0.0
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # 2.0 equals 2, and would take its place in caches.
+            is_int = isinstance(value, Integral) and not isinstance(value, bool)
+            if field.type in (int, int | None) and not is_int:
+                if value is not None or field.type is int:
+                    self._refuse(field.name, "must be an int")
+            if field.type is bool and not (isinstance(value, int) and value in (0, 1)):
+                self._refuse(field.name, "must be True or False")
         for name in (
             "num_experts",
             "num_experts_per_tok",
@@ -128,10 +139,6 @@ class MoEConfig:
         ):
             if getattr(self, name) < 1:
                 self._refuse(name, "must be at least 1")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is bool and not (isinstance(value, int) and value in (0, 1)):
-                self._refuse(field.name, "must be True or False")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, f"must be one of {choices}")
@@ -253,11 +260,11 @@ class MoEConfig:
 
     def _check_factor(self, name: str, factor: float | None) -> None:
         # Below 1/K the buffer is smaller than T rows.
-        if factor is not None and not factor * self.num_experts_per_tok >= 1:
+        if factor is not None and not 1 <= factor * self.num_experts_per_tok < math.inf:
             self._refuse(
                 name,
                 f"must be at least 1/num_experts_per_tok "
-                f"(=1/{self.num_experts_per_tok}), or -1 for dropless",
+                f"(=1/{self.num_experts_per_tok}) and finite, or -1 for dropless",
             )
 
     def _refuse(self, name: str, rule: str) -> None:

@@ -75,7 +75,7 @@ def dispatch(
         handle.axis_name, (leaves, topk_weights, handle)
     )
     static = (config, grad_wire_f32)
-    recv, recv_weights = tuple(_dispatch(static, leaves, topk_weights, handle))
+    recv, recv_weights = tuple(dispatch_leaves(static, leaves, topk_weights, handle))
     return checkpoint_name((restore(recv), recv_weights), "jax_ep_recv")
 
 
@@ -93,17 +93,18 @@ def wire_is_f32(operation: str, name: str, wire_dtype: Any) -> bool:
 
 # dx[t] = sum_k d_recv[slot[t, k]],  d_weights[t, k] = d_recv_weights[slot[t, k]]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(static, leaves, weights, handle):
+def dispatch_leaves(static, leaves, weights, handle):
+    """Dispatch of a list of leaves; `static` is the call's config and wire type."""
     config, _ = static
     return ffi.dispatch(config, handle, leaves, weights)
 
 
 def _dispatch_fwd(static, leaves, weights, handle):
-    return _dispatch(static, leaves, weights, handle), (handle, leaves, weights is None)
+    out = dispatch_leaves(static, leaves, weights, handle)
+    return out, (handle, leaves, weights is None)
 
 
 def _dispatch_bwd(static, residuals, cotangents):
-    config, grad_wire_f32 = static
     handle, leaves, no_weights = residuals
     d_recv, d_recv_weights = cotangents
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
@@ -114,12 +115,34 @@ def _dispatch_bwd(static, residuals, cotangents):
         rows = (jnp.zeros_like(d_recv_weights)[:, None],)
     d_weights = None
     if rows:
-        sums, d_weights = ffi.combine(
-            config, handle, rows, row_values=d_recv_weights, wire_f32=grad_wire_f32
-        )
+        sums, d_weights = tuple(_undispatch(static, rows, d_recv_weights, handle))
         for i, total in zip(floats, sums, strict=False):
             d_leaves[i] = total
     return tuple(d_leaves), d_weights, None
 
 
-_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+dispatch_leaves.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+# The transpose of dispatch, whose own is dispatch: so derivatives of any order exist.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _undispatch(static, rows, row_values, handle):
+    config, grad_wire_f32 = static
+    return ffi.combine(
+        config, handle, rows, row_values=row_values, wire_f32=grad_wire_f32
+    )
+
+
+def _undispatch_fwd(static, rows, row_values, handle):
+    return _undispatch(static, rows, row_values, handle), handle
+
+
+def _undispatch_bwd(static, handle, cotangents):
+    d_sums, d_values = cotangents
+    d_rows, d_row_values = tuple(
+        dispatch_leaves(static, tuple(d_sums), d_values, handle)
+    )
+    return d_rows, d_row_values, None
+
+
+_undispatch.defvjp(_undispatch_fwd, _undispatch_bwd)

@@ -199,6 +199,10 @@ def _floats(tree):
 
 def _while_dropped(one_round, carry, ids, handle, max_rounds, axes):
     """`carry = one_round(handle, carry)` for each further round, and `Rounds`."""
+    # Of the handle's type, since rounds differ along axes that do not take part.
+    first = jnp.ones_like(handle.num_invalid)
+    if not handle.capacity:  # No tokens, and a layout refuses such a capacity.
+        return carry, Rounds(first, handle.num_dropped)
 
     def dropped(handle, ids):
         is_dropped = (handle.slot < 0) & (handle.slot_rank >= 0)
@@ -224,8 +228,6 @@ def _while_dropped(one_round, carry, ids, handle, max_rounds, axes):
         carry = one_round(again, carry)
         return num_rounds + 1, dropped(again, ids), again.num_dropped, carry
 
-    # Of the handle's type, since rounds differ along axes that do not take part.
-    first = jnp.ones_like(handle.num_invalid)
     state = (first, dropped(handle, ids), handle.num_dropped, carry)
     num_rounds, _, num_dropped, carry = lax.while_loop(more, body, state)
     return carry, Rounds(num_rounds, num_dropped)

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ep.axis import vary_alike
 from jax_ep.config import Activation
@@ -151,34 +150,10 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 
 def _grouped_dot(x, weight, bias, *, handle, kept):
     """`x @ weight[e] + bias[e]` for the rows of each expert e; zero in other rows."""
-    weight = _only_used(weight.astype(x.dtype), handle.group_counts)
-    y = grouped_matmul(x, weight, handle.group_sizes)
+    y = grouped_matmul(x, weight.astype(x.dtype), handle.group_sizes)
     if bias is not None:
         # As one more column of x, so that the bias's gradient is a grouped sum too.
-        bias = _only_used(bias.astype(jnp.float32)[:, None], handle.group_counts)
+        bias = bias.astype(jnp.float32)[:, None]
         ones = jnp.ones_like(x[:, :1], jnp.float32)
-        y = y + lax.ragged_dot(ones, bias, handle.group_sizes).astype(x.dtype)
+        y = y + grouped_matmul(ones, bias, handle.group_sizes).astype(x.dtype)
     return jnp.where(kept, y, jnp.zeros((), x.dtype))
-
-
-# d_weight[e] = cotangent[e] if expert e has rows else 0
-@jax.custom_vjp
-def _only_used(weight, group_counts):
-    """The weights themselves; those of experts without rows get a zero gradient.
-
-    Grouped products have left garbage in the gradients of empty groups.
-    """
-    del group_counts
-    return weight
-
-
-def _only_used_fwd(weight, group_counts):
-    return weight, group_counts
-
-
-def _only_used_bwd(group_counts, d_weight):
-    is_used = (group_counts > 0).reshape(-1, *[1] * (d_weight.ndim - 1))
-    return jnp.where(is_used, d_weight, jnp.zeros((), d_weight.dtype)), None
-
-
-_only_used.defvjp(_only_used_fwd, _only_used_bwd)

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import _ffi, reference, registration
-from jax_ep.axis import ExpertAxis, axis_label
+from jax_ep.axis import ExpertAxis, axis_label, in_sequence
 
 LAYOUT = "jax_ep_layout"
 DISPATCH = "jax_ep_dispatch"
@@ -223,22 +223,7 @@ def _lower_cuda(ctx, *operands, target, reference_stage, config, **params):
 
 def _one_after_another(primitive, operands, dims, **params):
     """vmap: the batch's calls in sequence, since each is an exchange of its own."""
-    mapped = [dim is not None for dim in dims]
-    moved = [
-        jnp.moveaxis(operand, dim, 0)
-        for operand, dim, is_mapped in zip(operands, dims, mapped, strict=True)
-        if is_mapped
-    ]
-
-    def one(slices):
-        slices = iter(slices)
-        args = [
-            next(slices) if is_mapped else operand
-            for operand, is_mapped in zip(operands, mapped, strict=True)
-        ]
-        return primitive.bind(*args, **params)
-
-    results = lax.map(one, moved)
+    results = in_sequence(primitive, operands, dims, **params)
     return results, [0] * len(results)
 
 

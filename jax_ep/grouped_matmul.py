@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_ep.axis import vary_alike
+from jax_ep.axis import in_sequence, vary_alike
 
 Product = Literal["forward", "dgrad", "wgrad"]
 
@@ -126,13 +126,11 @@ def grouped_matmul(
       `[C, F]` in lhs's dtype; products are added in float32.
 
     Derivative: `d_lhs[r] = d_out[r] @ rhs[e]ᵀ` ("dgrad") and `d_rhs[e] = lhs[r]ᵀ @
-    d_out[r]`, summed over the rows r of group e ("wgrad").
+    d_out[r]`, summed over the rows r of group e, 0 without rows ("wgrad").
     """
     kernels = kernels_for(lhs.dtype) if kernels is None else kernels
-    if kernels == Kernels():  # Differentiates any way, and as XLA knows it.
-        return lax.ragged_dot(lhs, rhs, group_sizes)
     lhs, rhs, group_sizes = vary_alike((), (lhs, rhs, group_sizes))
-    return _grouped_matmul(kernels, lhs, rhs, group_sizes)
+    return _product(kernels, "forward", lhs, rhs, group_sizes)
 
 
 def kernels_for(dtype: jax.typing.DTypeLike) -> Kernels:
@@ -179,32 +177,36 @@ def _triton_is_installed() -> bool:
     return tuple(int(part) for part in version.split(".")[:2]) >= (3, 9)
 
 
-# d_lhs[r] = d_out[r] @ rhs[e].T
-# d_rhs[e] = lhs[r].T @ d_out[r], summed over the rows r of group e
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(kernels, lhs, rhs, group_sizes):
-    return _product(kernels.forward, "forward", lhs, rhs, group_sizes)
+# forward: d_lhs[r] = d_out[r] @ rhs[e].T
+#          d_rhs[e] = lhs[r].T @ d_out[r], summed over the rows r of group e
+# The three products are each other's derivatives, so there are those of any order.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(kernels, which, lhs, rhs, group_sizes):
+    kernel = getattr(kernels, which)
+    out = _product_p.bind(lhs, rhs, group_sizes, kernel=kernel, which=which)
+    if which == "wgrad":
+        # Grouped products have left garbage in the gradients of empty groups.
+        out = jnp.where(group_sizes[:, None, None] > 0, out, jnp.zeros((), out.dtype))
+    return out
 
 
-def _grouped_matmul_fwd(kernels, lhs, rhs, group_sizes):
-    out = _product(kernels.forward, "forward", lhs, rhs, group_sizes)
+def _product_fwd(kernels, which, lhs, rhs, group_sizes):
+    out = _product(kernels, which, lhs, rhs, group_sizes)
     return out, (lhs, rhs, group_sizes)
 
 
-def _grouped_matmul_bwd(kernels, residuals, d_out):
+def _product_bwd(kernels, which, residuals, d_out):
     lhs, rhs, group_sizes = residuals
-    d_lhs = _product(kernels.dgrad, "dgrad", d_out, rhs, group_sizes)
-    d_rhs = _product(kernels.wgrad, "wgrad", lhs, d_out, group_sizes)
+    operands = {
+        "forward": (("dgrad", d_out, rhs), ("wgrad", lhs, d_out)),
+        "dgrad": (("forward", d_out, rhs), ("wgrad", d_out, lhs)),
+        "wgrad": (("dgrad", rhs, d_out), ("forward", lhs, d_out)),
+    }
+    d_lhs, d_rhs = (_product(kernels, *o, group_sizes) for o in operands[which])
     return d_lhs, d_rhs, None
 
 
-_grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
-
-
-def _product(kernel: Kernel, which: Product, lhs, rhs, group_sizes):
-    if kernel == XLA:
-        return product(kernel, which, lhs, rhs, group_sizes)
-    return _product_p.bind(lhs, rhs, group_sizes, kernel=kernel, which=which)
+_product.defvjp(_product_fwd, _product_bwd)
 
 
 def product(
@@ -285,20 +287,8 @@ def _lower_product(ctx, operands, kernel, which):
 
 
 def _one_after_another(operands, dims, **params):
-    """vmap: tokamax's kernels have no batch dimension of their own."""
-    size = next(
-        operand.shape[dim]
-        for operand, dim in zip(operands, dims, strict=True)
-        if dim is not None
-    )
-    operands = [
-        jnp.broadcast_to(operand, (size, *operand.shape))
-        if dim is None
-        else jnp.moveaxis(operand, dim, 0)
-        for operand, dim in zip(operands, dims, strict=True)
-    ]
-    out = lax.map(lambda args: _product_p.bind(*args, **params), tuple(operands))
-    return out, 0
+    """vmap: tokamax's kernels have no batch dimension, and ragged_dot not any."""
+    return in_sequence(_product_p, operands, dims, **params), 0
 
 
 # Tokamax's kernels are calls of Pallas, which do not say over which mesh axes their

@@ -62,8 +62,9 @@ class MoEStats:
     @property
     def dropped_fraction(self) -> jax.Array:
         """`[]` float32: dropped rows over wanted ones."""
-        wanted = jnp.maximum(self.num_recv.sum(), 1).astype(jnp.float32)
-        return self.num_dropped.sum().astype(jnp.float32) / wanted
+        # Of many layers and ranks together they may be more than int32 holds.
+        wanted = jnp.maximum(self.num_recv.astype(jnp.float32).sum(), 1)
+        return self.num_dropped.astype(jnp.float32).sum() / wanted
 
 
 def load_balance_loss(
@@ -242,11 +243,15 @@ def moe_stats(
     is_token = _is_token(routing.topk_idx)
     probs = lax.stop_gradient(routing.probs)
     entropy = jax.scipy.special.entr(probs).sum(axis=1)
+    # The handle's counts are the same on all R ranks: one adds them. (R times them, and
+    # divided, is more than int32 holds.)
+    is_first = lax.axis_index(handle.axis_name) == 0 if handle.axis_name else True
+    dropped = handle.num_dropped if rounds is None else rounds.num_dropped
     load, recv, dropped, entropy, num_tokens = _psum(
         (
             expert_counts(routing.topk_idx, config.num_experts),
-            handle.num_recv,
-            handle.num_dropped if rounds is None else rounds.num_dropped,
+            jnp.where(is_first, handle.num_recv, 0),
+            jnp.where(is_first, dropped, 0),
             jnp.where(is_token, entropy, 0).sum(),
             is_token.sum(dtype=jnp.int32),
         ),
@@ -256,15 +261,14 @@ def moe_stats(
     most = vary_alike(tuple(axis_name), (handle.num_recv.max(), num_rounds))
     busiest, num_rounds = lax.pmax(most, tuple(axis_name)) if axis_name else most
     max_load = load.max().astype(jnp.float32)
-    mean_load = jnp.maximum(load.sum(), 1).astype(jnp.float32) / config.num_experts
+    mean_load = jnp.maximum(load.astype(jnp.float32).sum(), 1) / config.num_experts
     weighted = (
         config.load_balance_loss_weight * balance + config.router_z_loss_weight * z
     )
     return MoEStats(
         expert_load=load,
-        # The handle's counts are the same on all R ranks, and the sum has them R times.
-        num_recv=recv // handle.num_ranks,
-        num_dropped=dropped // handle.num_ranks,
+        num_recv=recv,
+        num_dropped=dropped,
         num_rounds=num_rounds,
         max_load_ratio=(max_load / mean_load)[None],
         required_capacity_factor=(busiest.astype(jnp.float32) / max(num_slots, 1))[

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.axis import expert_axis
+from jax_ep.axis import axis_label, expert_axis
 from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
@@ -18,6 +18,7 @@ from jax_ep.experts import experts, shared_experts
 from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
 from jax_ep.params import MoEParams, check_params, names_of
+from jax_ep.payload import is_float
 from jax_ep.placement import Placement, place_params, place_topk
 from jax_ep.router import router
 
@@ -76,8 +77,14 @@ def moe(
     """
     axis = expert_axis("moe", axis_name)
     check_params("moe", params, config)
+    check_arrays("moe", x, config, token_mask, placement)
     data_names = axis.other_names if data_axes is None else names_of(data_axes)
     axes = axis.names + data_names
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            f'jax_ep.moe: data_axes (="{axis_label(data_names)}") must not repeat an '
+            f'axis, nor have one of the expert axis "{axis_label(axis.names)}".'
+        )
     if specs is not None:
         params = _gather_data_axes(params, specs, data_names)
     if key is not None and axes:
@@ -146,6 +153,43 @@ def moe(
         kept = routing.topk_idx.reshape(*x.shape[:-1], config.num_experts_per_tok)
         stats = dataclasses.replace(stats, topk_idx=kept)
     return out.reshape(x.shape), stats
+
+
+def check_arrays(
+    operation: str,
+    x: jax.Array,
+    config: MoEConfig,
+    token_mask: jax.Array | None,
+    placement: Placement | None,
+) -> None:
+    """Refuses what would otherwise go wrong further down, or go unnoticed.
+
+    Raises:
+      ValueError: a mask of another shape than the tokens, a placement of another
+        number of experts, or no sequences where the loss is per sequence. TypeError:
+        x's dtype.
+    """
+    if not is_float(x):
+        raise TypeError(
+            f"jax_ep.{operation}: x must be float32, bfloat16 or float16, and is "
+            f"{x.dtype}."
+        )
+    if x.ndim < 3 and config.load_balance_scope == "sequence":
+        # A rank's share would count as one, and the loss depend on the number of ranks.
+        raise ValueError(
+            f"jax_ep.{operation}: x must have shape [..., S, H] for load_balance_scope "
+            f'"sequence", and has {x.shape}.'
+        )
+    if token_mask is not None and token_mask.shape != x.shape[:-1]:
+        raise ValueError(
+            f"jax_ep.{operation}: token_mask must have shape x.shape[:-1] = "
+            f"{x.shape[:-1]}, and has {token_mask.shape}."
+        )
+    if placement is not None and placement.num_experts != config.num_experts:
+        raise ValueError(
+            f"jax_ep.{operation}: placement must be of num_experts "
+            f"(={config.num_experts}) experts, and is of {placement.num_experts}."
+        )
 
 
 def _routed_experts(params, tokens, topk_weights, handle, bias, *, config):

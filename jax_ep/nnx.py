@@ -26,6 +26,10 @@ class SelectionBias(nnx.Variable):
 class MoEStatistics(nnx.Intermediate):
     """The `MoEStats` of a layer's last call; None before the first."""
 
+    # Under a mesh, nnx.eval_shape makes every variable without one a single abstract
+    # array, which None and a tree of arrays cannot be.
+    sharding = ()
+
 
 class MoE(nnx.Module):
     """A Mixture-of-Experts layer, `[B, ..., H]` to `[B, ..., H]`.
@@ -157,5 +161,8 @@ class MoE(nnx.Module):
             keep_topk_idx=self.keep_topk_idx,
         )
         if self.record_stats:
-            self.stats.set_value(stats)
+            if hasattr(self, "stats"):
+                self.stats.set_value(stats)
+            else:  # Popped, as intermediates are.
+                self.stats = MoEStatistics(stats)
         return out

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.config import MoEConfig
 
+_DIMS = ("expert", "hidden", "intermediate")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,9 @@ def param_specs(config: MoEConfig, **axes: Any) -> MoEParams:
     >>> param_specs(config, expert="expert", hidden="fsdp").down_proj
     PartitionSpec('expert', None, 'fsdp')
     """
+    for name in axes:
+        if name not in _DIMS:
+            raise TypeError(f"jax_ep.param_specs: {name} must be one of {_DIMS}.")
     specs = {}
     for name, info in param_info(config).items():
         spec = [None if dim is None else axes.get(dim) for dim in info.dims]

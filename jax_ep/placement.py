@@ -187,7 +187,8 @@ def place_topk(
     axis = expert_axis("place_topk", axis_name)
     num_experts, num_slots = placement.num_experts, placement.num_slots
     # Clamped before the cast, or 2**32 + 3 would become expert 3.
-    ids = jnp.clip(topk_idx, -1, num_experts).astype(jnp.int32)
+    clip = np.clip if isinstance(topk_idx, np.ndarray) else jnp.clip
+    ids = jnp.asarray(clip(topk_idx, -1, num_experts)).astype(jnp.int32)
     valid = (ids >= 0) & (ids < num_experts)
     expert = jnp.where(valid, ids, 0)
     log_to_phys = jnp.asarray(placement.log_to_phys, jnp.int32)

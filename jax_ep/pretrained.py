@@ -83,6 +83,9 @@ def load_hf_moe_layer(
             array = array.astype(jnp.bfloat16 if dtype is None else dtype)
         else:
             array = read(name)
+            if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1:
+                # Numbers without their scale would be wrong, and nothing would fail.
+                _refuse_names(op, "missing", [f"{prefix}{name}_scale_inv"])
         return array if dtype is None else array.astype(dtype)
 
     values = _read_experts(names, config, _spelling(block), weight)

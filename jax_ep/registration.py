@@ -8,6 +8,8 @@ import jax
 
 from jax_ep import _ffi
 
+MIN_JAX = (0, 10, 2)  # The least that pyproject.toml allows on any Python.
+
 
 def runtime_api_version() -> tuple[int, int]:
     """The XLA FFI version (major, minor) of the installed jaxlib, from its header."""
@@ -24,20 +26,27 @@ def runtime_api_version() -> tuple[int, int]:
 
 
 def check_runtime() -> None:
-    """Refuses a runtime older than the headers the handlers were built with.
+    """Refuses an older jax than ours, or than the headers of the handlers' build.
 
     XLA would reject such a handler when a backend starts, and with it all of JAX.
 
     Raises:
       ImportError: naming both versions.
     """
+    if jax.__version_info__ < MIN_JAX:
+        needed = ".".join(map(str, MIN_JAX))
+        raise ImportError(
+            f"jax_ep needs jax >= {needed}, and this is jax {jax.__version__}: pip "
+            f"install -U 'jax>={needed}'."
+        )
     built, found = _ffi.api_version(), runtime_api_version()
     if built[0] != found[0] or built[1] > found[1]:
         jaxlib = importlib.metadata.version("jaxlib")
         raise ImportError(
             f"jax_ep was built for XLA FFI {built[0]}.{built[1]} and jaxlib {jaxlib} "
             f"offers {found[0]}.{found[1]}: install a newer jax, or build jax_ep "
-            "against this jaxlib."
+            "against this jaxlib.",
+            name="jax_ep",  # `python -m jax_ep` then prints this line alone.
         )
 
 

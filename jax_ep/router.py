@@ -133,6 +133,31 @@ def topk_routing(
 
     Derivative: through the scores of the chosen experts.
     """
+    op = "topk_routing"
+    if logits.ndim != 2:
+        raise ValueError(
+            f"jax_ep.{op}: logits must have shape [T, E], and has {logits.shape}."
+        )
+    num_tokens, num_experts = logits.shape
+    if not 1 <= num_experts_per_tok <= num_experts:
+        raise ValueError(
+            f"jax_ep.{op}: num_experts_per_tok (={num_experts_per_tok}) must be from 1 "
+            f"to the {num_experts} experts of logits."
+        )
+    if num_experts % n_group:
+        raise ValueError(
+            f"jax_ep.{op}: n_group (={n_group}) must divide the {num_experts} experts "
+            "of logits."
+        )
+    if group_score not in ("top2_sum", "max"):
+        raise ValueError(
+            f"jax_ep.{op}: group_score (={group_score!r}) must be 'top2_sum' or 'max'."
+        )
+    if token_mask is not None and token_mask.shape != (num_tokens,):
+        raise ValueError(
+            f"jax_ep.{op}: token_mask must have shape [T] = ({num_tokens},), and has "
+            f"{token_mask.shape}."
+        )
     logits = logits.astype(jnp.float32)
     log_scores = _log_scores(logits, score_func)
     choice = lax.stop_gradient(jnp.exp(log_scores))

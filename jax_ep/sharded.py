@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.axis import axis_label
 from jax_ep.config import MoEConfig
 from jax_ep.losses import MoEStats
-from jax_ep.moe import moe
+from jax_ep.moe import check_arrays, moe
 from jax_ep.params import (
     MoEParams,
     check_params,
@@ -74,7 +74,7 @@ def sharded_moe(
 
     Raises:
       ValueError: an expert axis among the data axes; an axis that the mesh lacks; a
-        first dimension that the axes do not divide; otherwise as `moe`.
+        dimension that the axes do not divide; otherwise as `moe`.
 
     Derivative: as of `moe`; a mean over the global output has the gradients that one
     device would compute.
@@ -103,7 +103,9 @@ def sharded_moe(
         data_names = tuple(n for n in mesh.axis_names if n not in expert_names)
     if specs is None:
         specs = param_specs(config, expert=expert_names)
+    _check_specs(mesh, specs)
     check_params(op, params, config)
+    check_arrays(op, x, config, token_mask, placement)
     args = (x, params, token_mask, key, placement)
     if context.manual_axes:
         local = _local(config, expert_names, data_names, keep_topk_idx, specs)
@@ -122,6 +124,16 @@ def sharded_moe(
                 f"jax_ep.{op}: params.{name} must have shape {info.shape}, and has "
                 f"{shape}."
             )
+        for size, dim, names in zip(
+            info.shape, info.dims, getattr(specs, name), strict=True
+        ):
+            shares = math.prod(mesh.shape.get(n, 1) for n in names_of(names))
+            if size % shares:
+                raise ValueError(
+                    f"jax_ep.{op}: the {dim} dimension (={size}) of params.{name} must "
+                    f'be divisible by the {shares} shares over "'
+                    f'{axis_label(names_of(names))}".'
+                )
     static = (config, expert_names, data_names, keep_topk_idx)
     return _sharded(static, mesh, batch_names, specs)(*args)
 
@@ -217,6 +229,22 @@ def _expert_axes_of(mesh, names):
                 f"axes of the mesh, which has {tuple(mesh.axis_names)}{hint}"
             )
     return tuple(name for name in names if name in mesh.axis_names)
+
+
+def _check_specs(mesh, specs):
+    """Axes that the mesh lacks split nothing; one that is nearly an axis is a typo."""
+    used = {
+        name
+        for spec in jax.tree.leaves(specs)
+        for part in spec
+        for name in names_of(part)
+    }
+    for name in sorted(used - set(mesh.axis_names)):
+        if nearest := difflib.get_close_matches(name, mesh.axis_names, n=1):
+            raise ValueError(
+                f'jax_ep.sharded_moe: specs split over "{name}", and the mesh has '
+                f'{tuple(mesh.axis_names)}: did you mean "{nearest[0]}"?'
+            )
 
 
 def _mesh(tree):

@@ -198,13 +198,13 @@ def test_missing_names():
         ),
         (
             dict(capacity_factor=0.4),
-            "capacity_factor (=0.4) must be at least 1/num_experts_per_tok (=1/2), or "
-            "-1 for dropless.",
+            "capacity_factor (=0.4) must be at least 1/num_experts_per_tok (=1/2) and "
+            "finite, or -1 for dropless.",
         ),
         (
             dict(eval_capacity_factor=0.25),
             "eval_capacity_factor (=0.25) must be at least 1/num_experts_per_tok "
-            "(=1/2), or -1 for dropless.",
+            "(=1/2) and finite, or -1 for dropless.",
         ),
         (
             dict(router_jitter_noise=1.0),

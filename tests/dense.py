@@ -126,7 +126,7 @@ def moe(xp, x, params, config, ids=None, keep=None):
     return out, ids, probs, logits
 
 
-def balance_loss(xp, probs, ids, num_experts):
+def balance_loss(probs, ids, num_experts):
     """`E / (K N^2) * sum(counts * sum of probs)`."""
     counts = np.bincount(np.asarray(ids).reshape(-1), minlength=num_experts)
     total = (counts.astype(np.float32) * probs.sum(0)).sum()

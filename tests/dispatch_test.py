@@ -26,6 +26,9 @@ CASES = [
     Case(tokens=5, topk=32, experts=64, routing="masked", capacity=100),
     Case(ranks=1, experts=3, routing="masked", capacity=9, alignment=2),
     Case(ranks=8, experts=8, tokens=3, capacity=6, routing="skewed"),
+    # As many experts as there may be, and more than an id of 8 bits holds per rank.
+    Case(tokens=8, topk=4, experts=2048, routing="invalid"),
+    Case(ranks=2, tokens=64, topk=8, experts=512),
 ]
 
 

@@ -462,3 +462,21 @@ def test_messages():
         "jax_ep.in_rounds: topk_idx must have the handle's shape [T, K] = (8, 2), and "
         "has (8, 1)."
     )
+
+
+def test_no_tokens_and_a_fallback():
+    """Nor a capacity, so no further round."""
+    config = jax_ep.MoEConfig(
+        num_experts=8,
+        num_experts_per_tok=2,
+        hidden_size=4,
+        moe_intermediate_size=4,
+        capacity_factor=1.0,
+        dropless_fallback=True,
+    )
+    params = jax_ep.init_params(jax.random.key(0), config)
+    mesh = CPU_FFI.mesh(expert=4)
+    layer = jax.jit(lambda x: jax_ep.sharded_moe(x, params, config, mesh=mesh))
+    out, stats = layer(np.zeros((0, 3, 4), np.float32))
+    assert out.shape == (0, 3, 4)
+    assert stats.num_rounds.tolist() == [1] and not stats.num_dropped.any()

@@ -113,7 +113,7 @@ def test_slow_is_not_late():
     assert_bits_equal(slow(X, IDS, WEIGHTS, SCALES), base.outputs())
 
 
-def broken_dispatch(handle, x, **static):
+def broken_dispatch(handle, x):
     """A dispatch with a handle whose integers were tampered with."""
 
     def body(handle, x):

@@ -1,13 +1,16 @@
 """Losses and statistics: values, ranks, masks, gradients."""
 
+import dataclasses
+
 import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CPU_XLA
+from conftest import CPU_FFI, CPU_XLA
 from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from jax_ep.losses import (
     expert_counts,
     load_balance_loss,
@@ -56,10 +59,10 @@ def test_switch_equation_four(batch):
 
 def test_values(batch):
     logits, probs, ids = batch
-    expected = dense.balance_loss(np, flat(probs), flat(ids), EXPERTS)
+    expected = dense.balance_loss(flat(probs), flat(ids), EXPERTS)
     assert load_balance_loss(probs, ids) == pytest.approx(expected, rel=1e-5)
     by_sequence = [
-        dense.balance_loss(np, p, i, EXPERTS) for p, i in zip(probs, ids, strict=True)
+        dense.balance_loss(p, i, EXPERTS) for p, i in zip(probs, ids, strict=True)
     ]
     assert sequence_load_balance_loss(probs, ids) == pytest.approx(
         np.mean(by_sequence), rel=1e-5
@@ -117,10 +120,10 @@ def test_masked_tokens_do_not_count(batch):
     bad_probs = np.where(mask[..., None], probs, np.nan).astype(np.float32)
     bad_logits = np.where(mask[..., None], logits, np.nan).astype(np.float32)
 
-    expected = dense.balance_loss(np, probs[mask], ids[mask], EXPERTS)
+    expected = dense.balance_loss(probs[mask], ids[mask], EXPERTS)
     assert load_balance_loss(bad_probs, masked_ids) == pytest.approx(expected, rel=1e-5)
     by_sequence = [
-        dense.balance_loss(np, p[m], i[m], EXPERTS)
+        dense.balance_loss(p[m], i[m], EXPERTS)
         for p, i, m in zip(probs, ids, mask, strict=True)
         if m.any()
     ]
@@ -159,3 +162,28 @@ def test_selection_bias_update():
     np.testing.assert_allclose(
         selection_bias_update(bias, load, 0.01), [0.49, 0.01, -0.5, 0.0], rtol=1e-6
     )
+
+
+def test_counts_beyond_int32():
+    """2**29 rows at each of eight ranks, and as many layers."""
+    config = jax_ep.MoEConfig(
+        num_experts=8, num_experts_per_tok=2, hidden_size=4, moe_intermediate_size=4
+    )
+
+    def local(logits, ids):
+        routing = jax_ep.topk_routing(logits, num_experts_per_tok=2)
+        handle = jax_ep.dispatch_layout(ids, num_experts=8)
+        handle = dataclasses.replace(
+            handle,
+            num_recv=0 * handle.num_recv + 2**29,
+            num_dropped=0 * handle.num_dropped + 2**27,
+        )
+        return jax_ep.moe_stats(routing, handle, config, axis_name=("expert",))
+
+    stats = jax.shard_map(
+        local, mesh=CPU_FFI.mesh(expert=8), in_specs=P("expert"), out_specs=P()
+    )(np.zeros((16, 8), np.float32), np.zeros((16, 2), np.int32))
+    assert stats.num_recv.tolist() == [2**29] * 8
+    assert stats.num_dropped.tolist() == [2**27] * 8
+    layers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), stats)
+    assert layers.dropped_fraction == 0.25

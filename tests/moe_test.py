@@ -82,10 +82,10 @@ def expected_of(**fields):
     def function(x, params):
         flat = x.reshape(-1, HIDDEN)
         out, _, probs, logits = dense.moe(jnp, flat, params, config, ids)
-        balance = dense.balance_loss(jnp, probs, ids, EXPERTS)
+        balance = dense.balance_loss(probs, ids, EXPERTS)
         if config.load_balance_scope == "sequence":
             by_sequence = [
-                dense.balance_loss(jnp, one, one_ids, EXPERTS)
+                dense.balance_loss(one, one_ids, EXPERTS)
                 for one, one_ids in zip(
                     probs.reshape(BATCH, LENGTH, -1),
                     ids.reshape(BATCH, LENGTH, -1),

@@ -200,6 +200,29 @@ def test_place_topk_wide_ids(x64):
     np.testing.assert_array_equal(place(ids, placement), [[10], [-1]])
 
 
+def test_place_topk_wide_ids_of_numpy():
+    """As JAX would not see them: by default it has no such numbers."""
+    placement = plan_placement(SKEWED, num_ranks=2, num_slots=10)
+    ids = np.array([[2**32 + 3], [-(2**32) + 3]], np.int64)
+
+    def place(rank):
+        return place_topk(ids, placement) + 0 * rank
+
+    got = on_ranks(place, 2, P("expert"))(np.zeros((4, 1), np.int32))
+    np.testing.assert_array_equal(got, [[10], [-1]] * 2)
+
+
+def test_wide_tables(x64):
+    """Loads of NumPy make tables of int64; the layer's numbers stay as they are."""
+    wide = jax.tree.map(np.int64, plan_placement(SKEWED, num_ranks=4, num_slots=12))
+    params, x = jax.tree.map(jnp.float32, skewed_layer(LAYER))
+    mesh = CPU_FFI.mesh(expert=4)
+    want, _ = jax_ep.sharded_moe(x, params, LAYER, mesh=mesh)
+    got, _ = jax_ep.sharded_moe(x, params, LAYER, mesh=mesh, placement=wide)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 # A layer of linear experts: enough to see every gradient.
 def layer(x, ids, weights, kernel, bias, placement, *, implementation):
     num_experts = kernel.shape[0] * jax.lax.axis_size("expert")

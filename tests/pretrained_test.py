@@ -376,3 +376,13 @@ def test_mxfp4():
     assert refusal(tensors, config, "gpt_oss") == (
         "jax_ep.load_hf_moe_layer: missing: b.experts.down_proj_scales."
     )
+
+
+def test_fp8_without_its_scale_is_named():
+    """Numbers without it would be wrong, and nothing would fail."""
+    config, tensors = tensors_of("qwen3_moe")
+    name = "b.experts.3.up_proj.weight"
+    tensors[name] = tensors[name].astype(jnp.float8_e4m3fn)
+    assert refusal(tensors, config, "qwen3_moe") == (
+        f"jax_ep.load_hf_moe_layer: missing: {name}_scale_inv."
+    )

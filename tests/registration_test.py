@@ -1,9 +1,11 @@
 """Versions, the compiled module, and what import jax_ep may cost."""
 
 import os
+import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -141,3 +143,41 @@ for n in range(20):
 
 def test_primitives_are_named_after_their_targets():
     assert ffi.TARGETS == (ffi.LAYOUT, ffi.DISPATCH, ffi.COMBINE)
+
+
+@pytest.mark.skipif(
+    Path(_ffi.__file__).parent != Path(jax_ep.__file__).parent,
+    reason="an editable install finds its compiled module from everywhere",
+)
+@pytest.mark.parametrize(
+    "command", [["-c", "import jax_ep"], ["-m", "jax_ep", "doctor"]]
+)
+def test_without_the_compiled_module(tmp_path, command):
+    """As in a checkout after `pip install .`: the line says what to do."""
+    shutil.copytree(
+        Path(jax_ep.__file__).parent,
+        tmp_path / "jax_ep",
+        ignore=shutil.ignore_patterns("_ffi*.so"),
+    )
+    found = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 1
+    line = found.stderr.splitlines()[-1]
+    assert "has no compiled module for this Python" in line and "-P" in line
+    assert "circular" not in line
+
+
+def test_an_older_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    monkeypatch.setattr(jax, "__version__", "0.9.2")
+    with pytest.raises(ImportError) as error:
+        registration.register()
+    assert str(error.value) == (
+        "jax_ep needs jax >= 0.10.2, and this is jax 0.9.2: pip install -U "
+        "'jax>=0.10.2'."
+    )

@@ -326,7 +326,7 @@ def test_ahead_of_time(backend):
 
 
 @pytest.mark.jax_version
-def test_export(backend, tmp_path):
+def test_export(backend):
     """Serialised, and run by another function of the deserialised program."""
     pytest.importorskip("flatbuffers")
     step = jax.jit(jax.value_and_grad(total(layer(backend)), argnums=(0, 2, 3)))
