@@ -190,12 +190,7 @@ def dispatch_layout(
         )
     rows = _capacity(op, capacity, dropless, alignment)
 
-    ids = topk_idx
-    if ids.dtype != jnp.int32:
-        # Clamped before the cast, or 2**32 + 3 would become expert 3.
-        clip = np.clip if isinstance(ids, np.ndarray) else jnp.clip
-        ids = clip(ids, -1, num_experts)
-    ids = jnp.asarray(ids).astype(jnp.int32)
+    ids = int32_ids(topk_idx, num_experts)
     static: dict[str, Any] = dict(
         num_experts=num_experts,
         axis_name=axis.names,
@@ -261,6 +256,16 @@ def call_config(operation: str, handle: Handle) -> ffi.Config:
         handle.timeout_s,
         handle.stamps,
     )
+
+
+def int32_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """Ids of any integer dtype as int32; what is no expert stays none."""
+    ids = topk_idx
+    if ids.dtype != jnp.int32:
+        # Clamped before the cast, or 2**32 + 3 would become expert 3.
+        clip = np.clip if isinstance(ids, np.ndarray) else jnp.clip
+        ids = clip(ids, -1, num_experts)
+    return jnp.asarray(ids).astype(jnp.int32)
 
 
 def row_is_kept(handle: Handle) -> jax.Array:

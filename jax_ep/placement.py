@@ -16,7 +16,13 @@ from jax import lax
 
 from jax_ep.axis import axis_label, expert_axis, vary_alike
 from jax_ep.dispatch import dispatch
-from jax_ep.layout import MAX_EXPERTS, MAX_TOPK, Implementation, dispatch_layout
+from jax_ep.layout import (
+    MAX_EXPERTS,
+    MAX_TOPK,
+    Implementation,
+    dispatch_layout,
+    int32_ids,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -186,9 +192,7 @@ def place_topk(
     """
     axis = expert_axis("place_topk", axis_name)
     num_experts, num_slots = placement.num_experts, placement.num_slots
-    # Clamped before the cast, or 2**32 + 3 would become expert 3.
-    clip = np.clip if isinstance(topk_idx, np.ndarray) else jnp.clip
-    ids = jnp.asarray(clip(topk_idx, -1, num_experts)).astype(jnp.int32)
+    ids = int32_ids(topk_idx, num_experts)
     valid = (ids >= 0) & (ids < num_experts)
     expert = jnp.where(valid, ids, 0)
     log_to_phys = jnp.asarray(placement.log_to_phys, jnp.int32)
