@@ -18,6 +18,7 @@ from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
 from jax_ep.dropless import Rounds, in_rounds
+from jax_ep.exchange import Exchange
 from jax_ep.experts import experts, shared_experts
 from jax_ep.ffi import TARGETS as CUSTOM_CALLS
 from jax_ep.hf_models import hf_moe_config
@@ -49,6 +50,7 @@ _register_serialization()
 
 __all__ = [
     "CUSTOM_CALLS",
+    "Exchange",
     "Handle",
     "MoEConfig",
     "MoEParams",

@@ -52,12 +52,14 @@ def expert_axis(operation: str, axis_name: str | Sequence[str]) -> ExpertAxis:
     """Checks that a fully manual shard_map over `axis_name` encloses the call.
 
     Raises:
-      ValueError: no shard_map, an unknown or repeated axis, axes left automatic,
-        or more than 64 ranks.
+      ValueError: no shard_map (unless `axis_name` is `()`, one rank), an unknown or
+        repeated axis, or axes left automatic.
     """
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
     shown = axis_label(names)
+    if not names and (mesh.empty or not mesh.manual_axes):
+        return ExpertAxis((), 1, ())  # One rank, and nobody to meet.
     if mesh.empty or not mesh.manual_axes:
         raise ValueError(
             f'jax_ep.{operation}: axis_name (="{shown}") must be an axis of an '
@@ -80,11 +82,6 @@ def expert_axis(operation: str, axis_name: str | Sequence[str]) -> ExpertAxis:
             f"mesh axis, but leaves {tuple(automatic)} automatic: drop its axis_names."
         )
     num_ranks = math.prod(mesh.shape[name] for name in names)
-    if num_ranks > MAX_RANKS:
-        raise ValueError(
-            f'jax_ep.{operation}: axis "{shown}" has {num_ranks} ranks, and at most '
-            f"{MAX_RANKS} are supported (one NVLink domain)."
-        )
     return ExpertAxis(
         names, num_ranks, tuple((name, mesh.shape[name]) for name in mesh.axis_names)
     )

@@ -9,9 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import ffi
 from jax_ep.axis import vary_alike
-from jax_ep.dispatch import dispatch_leaves, wire_is_f32
-from jax_ep.layout import Handle, call_config, row_is_kept
-from jax_ep.payload import to_wire
+from jax_ep.dispatch import dispatch_leaves
+from jax_ep.exchange import wire_dtype
+from jax_ep.layout import Handle, call_of, row_is_kept
+from jax_ep.payload import an_array, router_weights, to_wire
 
 
 @jax.named_scope("jax_ep.combine")
@@ -21,7 +22,7 @@ def combine(
     *,
     weights: jax.Array | None = None,
     bias: Any = None,
-    wire_dtype: Any = None,
+    wire: Any = None,
 ) -> Any:
     """Sums each token's rows over its experts, on all ranks, back in token order.
 
@@ -38,10 +39,12 @@ def combine(
       y: `[C, H]` float32, bfloat16 or float16, or a pytree of up to sixteen `[C, ...]`
         such arrays.
       handle: the handle that `dispatch` used.
-      weights: `[C]` float32; multiplies the rows as they are read. Only needed where
-        the weights cannot go into the experts' hidden activation (an output bias).
+      weights: `[C]` float32, bfloat16 or float16; multiplies the
+        rows as they are read. Only needed where the weights cannot go into the
+        experts' hidden activation (an output bias).
       bias: `[T, H]` in y's dtype, or a pytree like `y`; a shared expert's output.
-      wire_dtype: None sends partial sums in y's dtype, `jnp.float32` unrounded.
+      wire: `jnp.float32` sends partial sums unrounded; None is what the handle's
+        exchange says, by default y's dtype.
 
     Returns:
       `[T, H]` in y's dtype, or a pytree of them. Under `jax.checkpoint` they carry the
@@ -59,18 +62,16 @@ def combine(
     order in float32 on both sides, and a derivative.
     """
     op = "combine"
-    config = call_config(op, handle)
+    call = call_of(op, handle)
     leaves, _ = to_wire(op, "y", y, handle.capacity, floats_only=True)
     if weights is not None:
+        an_array(op, "weights", weights)
         if weights.shape != (handle.capacity,):
             raise ValueError(
                 f"jax_ep.{op}: weights must have shape [C] = ({handle.capacity},), and "
                 f"has {weights.shape}."
             )
-        if weights.dtype != jnp.float32:
-            raise TypeError(
-                f"jax_ep.{op}: weights must be float32, and is {weights.dtype}."
-            )
+        weights = router_weights(op, "weights", weights)
     bias_leaves = None
     if bias is not None:
         if jax.tree.structure(bias) != jax.tree.structure(y):
@@ -92,11 +93,11 @@ def combine(
                     f"jax_ep.{op}: bias must have y's dtype {leaf.dtype}, and is "
                     f"{row.dtype}."
                 )
-    wire_f32 = wire_is_f32(op, "wire_dtype", wire_dtype)
+    wire = wire_dtype(op, "wire", wire) or handle.exchange.wire
     leaves, weights, bias_leaves, handle = vary_alike(
         handle.axis_name, (leaves, weights, bias_leaves, handle)
     )
-    sums = tuple(_combine((config, wire_f32), leaves, weights, bias_leaves, handle))
+    sums = tuple(_combine((call, wire), leaves, weights, bias_leaves, handle))
     tails = [leaf.shape[1:] for leaf in jax.tree.leaves(y)]
     sums = [total.reshape(-1, *tail) for total, tail in zip(sums, tails, strict=True)]
     out = jax.tree.unflatten(jax.tree.structure(y), sums)
@@ -106,9 +107,9 @@ def combine(
 # dy[c] = w[c] * d_out[token(c)],  dw[c] = <y[c], d_out[token(c)]>,  d_bias = d_out
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(static, leaves, weights, bias, handle):
-    config, wire_f32 = static
-    sums, _ = ffi.combine(
-        config, handle, leaves, weights=weights, bias=bias, wire_f32=wire_f32
+    call, wire = static
+    _, sums = ffi.combine(
+        call, handle, leaves, weights=weights, bias=bias, wire_f32=wire is not None
     )
     return sums
 
@@ -121,7 +122,7 @@ def _combine_fwd(static, leaves, weights, bias, handle):
 
 def _combine_bwd(static, residuals, d_out):
     handle, weighted, no_bias = residuals
-    rows, _ = tuple(dispatch_leaves(static, tuple(d_out), None, handle))
+    rows, _ = dispatch_leaves(static, tuple(d_out), None, handle)
     d_bias = None if no_bias else tuple(d_out)
     if weighted is None:
         return rows, None, d_bias, None

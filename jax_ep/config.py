@@ -3,8 +3,11 @@
 import dataclasses
 import difflib
 import math
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal, Self
+
+from jax_ep.exchange import Exchange
 
 ScoreFunc = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["top2_sum", "max"]
@@ -188,6 +191,33 @@ class MoEConfig:
         factor = self.capacity_factor if factor is None else factor
         return dataclasses.replace(
             self, capacity_factor=factor, router_jitter_noise=0.0
+        )
+
+    def exchange(
+        self,
+        *,
+        axis_name: str | Sequence[str] = "expert",
+        num_slots: int | None = None,
+        capacity: int | None = None,
+    ) -> Exchange:
+        """What the exchanges of this layer are told.
+
+        Args:
+          axis_name: the mesh axes of the experts.
+          num_slots: slots of a `Placement` over all ranks; None is one per expert.
+          capacity: rows of the receive buffer; None is dropless.
+
+        Returns:
+          An `Exchange`.
+        """
+        return Exchange(
+            num_experts=num_slots or self.num_experts,
+            axis_name=axis_name,
+            capacity=capacity,
+            expert_alignment=self.expert_alignment,
+            implementation=self.implementation,
+            num_sms=self.num_sms,
+            timeout_s=self.timeout_s,
         )
 
     @classmethod

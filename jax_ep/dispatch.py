@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import ffi
 from jax_ep.axis import vary_alike
-from jax_ep.layout import Handle, call_config
-from jax_ep.payload import is_float, to_wire
+from jax_ep.exchange import wire_dtype
+from jax_ep.layout import Handle, call_of
+from jax_ep.payload import an_array, is_float, router_weights, to_wire
 
 
 @jax.named_scope("jax_ep.dispatch")
@@ -20,7 +21,7 @@ def dispatch(
     handle: Handle,
     topk_weights: jax.Array | None = None,
     *,
-    grad_wire_dtype: Any = None,
+    grad_wire: Any = None,
 ) -> tuple[Any, jax.Array | None]:
     """Sends each token's row to the ranks of its experts, grouped by expert there.
 
@@ -34,9 +35,10 @@ def dispatch(
         `[T, ...]` arrays that travel together. Arrays of any other dtype of 1, 2, 4 or
         8 bytes move as bits. Rows of a multiple of 16 bytes are the fast path.
       handle: from `dispatch_layout`, of this or of an earlier batch with its routing.
-      topk_weights: `[T, K]` float32, the router's weights, or None.
-      grad_wire_dtype: None or `jnp.float32`; the type in which the backward's partial
-        sums cross the link, as `wire_dtype` of `combine`.
+      topk_weights: `[T, K]`, the router's weights, or None. float32; bfloat16 and
+        float16 are cast to it, and get their gradient in their own dtype.
+      grad_wire: None or `jnp.float32`; the type in which the backward's partial sums
+        cross the link, as `wire` of `combine`. None is that of the handle's exchange.
 
     Returns:
       `recv_x`, like `x` with `[C, ...]` arrays, and `recv_weights`, `[C]` float32 (zero
@@ -56,47 +58,32 @@ def dispatch(
     by expert, padding is zero, drops are counted, and it has a derivative.
     """
     op = "dispatch"
-    config = call_config(op, handle)
+    call = call_of(op, handle)
     leaves, restore = to_wire(op, "x", x, handle.num_tokens)
     if topk_weights is not None:
+        an_array(op, "topk_weights", topk_weights)
         shape = (handle.num_tokens, handle.num_topk)
         if topk_weights.shape != shape:
             raise ValueError(
                 f"jax_ep.{op}: topk_weights must have shape [T, K] = {shape}, and has "
                 f"{topk_weights.shape}."
             )
-        if topk_weights.dtype != jnp.float32:
-            raise TypeError(
-                f"jax_ep.{op}: topk_weights must be float32, and is "
-                f"{topk_weights.dtype}."
-            )
-    grad_wire_f32 = wire_is_f32(op, "grad_wire_dtype", grad_wire_dtype)
+        topk_weights = router_weights(op, "topk_weights", topk_weights)
+    wire = wire_dtype(op, "grad_wire", grad_wire) or handle.exchange.grad_wire
     leaves, topk_weights, handle = vary_alike(
         handle.axis_name, (leaves, topk_weights, handle)
     )
-    static = (config, grad_wire_f32)
-    recv, recv_weights = tuple(dispatch_leaves(static, leaves, topk_weights, handle))
+    recv, recv_weights = dispatch_leaves((call, wire), leaves, topk_weights, handle)
     return checkpoint_name((restore(recv), recv_weights), "jax_ep_recv")
-
-
-def wire_is_f32(operation: str, name: str, wire_dtype: Any) -> bool:
-    """Whether partial sums cross the link unrounded."""
-    if wire_dtype is None:
-        return False
-    if jnp.dtype(wire_dtype) != jnp.float32:
-        raise TypeError(
-            f"jax_ep.{operation}: {name} must be None or float32, and is "
-            f"{jnp.dtype(wire_dtype)}."
-        )
-    return True
 
 
 # dx[t] = sum_k d_recv[slot[t, k]],  d_weights[t, k] = d_recv_weights[slot[t, k]]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_leaves(static, leaves, weights, handle):
-    """Dispatch of a list of leaves; `static` is the call's config and wire type."""
-    config, _ = static
-    return ffi.dispatch(config, handle, leaves, weights)
+def dispatch_leaves(static, leaves, weights, handle) -> Any:
+    """Dispatch of a list of leaves; `static` is the call and the sums' wire format."""
+    call, _ = static
+    recv_weights, recv = ffi.dispatch(call, handle, leaves, weights)
+    return recv, recv_weights
 
 
 def _dispatch_fwd(static, leaves, weights, handle):
@@ -115,7 +102,7 @@ def _dispatch_bwd(static, residuals, cotangents):
         rows = (jnp.zeros_like(d_recv_weights)[:, None],)
     d_weights = None
     if rows:
-        sums, d_weights = tuple(_undispatch(static, rows, d_recv_weights, handle))
+        sums, d_weights = _undispatch(static, rows, d_recv_weights, handle)
         for i, total in zip(floats, sums, strict=False):
             d_leaves[i] = total
     return tuple(d_leaves), d_weights, None
@@ -126,11 +113,12 @@ dispatch_leaves.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 # The transpose of dispatch, whose own is dispatch: so derivatives of any order exist.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _undispatch(static, rows, row_values, handle):
-    config, grad_wire_f32 = static
-    return ffi.combine(
-        config, handle, rows, row_values=row_values, wire_f32=grad_wire_f32
+def _undispatch(static, rows, row_values, handle) -> Any:
+    call, wire = static
+    values, sums = ffi.combine(
+        call, handle, rows, row_values=row_values, wire_f32=wire is not None
     )
+    return sums, values
 
 
 def _undispatch_fwd(static, rows, row_values, handle):
@@ -139,9 +127,7 @@ def _undispatch_fwd(static, rows, row_values, handle):
 
 def _undispatch_bwd(static, handle, cotangents):
     d_sums, d_values = cotangents
-    d_rows, d_row_values = tuple(
-        dispatch_leaves(static, tuple(d_sums), d_values, handle)
-    )
+    d_rows, d_row_values = dispatch_leaves(static, tuple(d_sums), d_values, handle)
     return d_rows, d_row_values, None
 
 

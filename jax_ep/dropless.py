@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.axis import expert_axis, vary_alike
-from jax_ep.layout import Handle, call_config, dispatch_layout
+from jax_ep.layout import Handle, call_of, dispatch_layout, int32_ids
 
 Layer = Callable[[Any, Any, Any, Handle, Any], Any]
 
@@ -90,7 +90,7 @@ def in_rounds(
     its ring of experts alone has. Here it is a loop, for any layer over a handle.
     """
     op = "in_rounds"
-    config = call_config(op, handle)
+    call = call_of(op, handle)
     if topk_idx.shape != handle.slot.shape:
         raise ValueError(
             f"jax_ep.{op}: topk_idx must have the handle's shape [T, K] = "
@@ -100,7 +100,7 @@ def in_rounds(
         # In every round but the last all C/A blocks of A rows are taken, and only an
         # expert's last block holds fewer than A rows.
         rows = handle.num_ranks * handle.num_tokens * handle.num_topk
-        rows += config.num_local_experts * (handle.expert_alignment - 1)
+        rows += call.num_local_experts * (handle.expert_alignment - 1)
         max_rounds = max(1, -(-rows // handle.capacity)) if handle.capacity else 1
     max_rounds = operator.index(max_rounds)
     if max_rounds < 1:
@@ -108,8 +108,7 @@ def in_rounds(
     axes = tuple(other_axes)
     if axes:
         expert_axis(op, axes)
-    # Clamped before the cast, or 2**32 + 3 would become expert 3.
-    ids = jnp.clip(topk_idx, -1, handle.num_experts).astype(jnp.int32)
+    ids = int32_ids(topk_idx, handle.num_experts)
     params, x, ids, topk_weights, handle, bias = vary_alike(
         handle.axis_name + axes, (params, x, ids, topk_weights, handle, bias)
     )
@@ -215,16 +214,7 @@ def _while_dropped(one_round, carry, ids, handle, max_rounds, axes):
 
     def body(state):
         num_rounds, (ids, _), _, carry = state
-        again = dispatch_layout(
-            ids,
-            num_experts=handle.num_experts,
-            axis_name=handle.axis_name,
-            capacity=handle.capacity,
-            expert_alignment=handle.expert_alignment,
-            implementation=handle.implementation,
-            num_sms=handle.num_sms,
-            timeout_s=handle.timeout_s,
-        )
+        again = dispatch_layout(ids, capacity=handle.capacity, exchange=handle.exchange)
         carry = one_round(again, carry)
         return num_rounds + 1, dropped(again, ids), again.num_dropped, carry
 

@@ -9,7 +9,8 @@ program must not see, or every result would vary over every mesh axis).
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import _ffi, reference, registration
-from jax_ep.axis import ExpertAxis, axis_label, in_sequence
+from jax_ep.axis import MAX_RANKS, ExpertAxis, axis_label, in_sequence
+from jax_ep.exchange import Exchange
 
 LAYOUT = "jax_ep_layout"
 DISPATCH = "jax_ep_dispatch"
@@ -30,69 +32,106 @@ registration.register()
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """What a call's shapes do not tell; static, and the same on all ranks."""
+class Call:
+    """What a call's operands do not tell; static, and the same on all ranks."""
 
     axis: ExpertAxis
-    num_experts: int
-    expert_alignment: int
+    exchange: Exchange
     capacity: int
-    implementation: str | None
-    num_sms: int | None
-    timeout_s: float
-    stamps: bool
 
     @property
     def num_local_experts(self) -> int:
         """L = E / R."""
-        return self.num_experts // self.axis.num_ranks
+        return self.exchange.num_experts // self.axis.num_ranks
 
     def attributes(self) -> dict[str, Any]:
         """The attributes that all three custom calls carry."""
+        exchange = self.exchange
         return dict(
             abi_version=np.int64(_ffi.abi_version),
             axis=axis_label(self.axis.names),
             num_ranks=np.int64(self.axis.num_ranks),
             groups=self.axis.groups.reshape(-1),
-            num_experts=np.int64(self.num_experts),
-            expert_alignment=np.int64(self.expert_alignment),
+            num_experts=np.int64(exchange.num_experts),
+            expert_alignment=np.int64(exchange.expert_alignment),
             capacity=np.int64(self.capacity),
-            num_sms=np.int64(self.num_sms or 0),
-            timeout_s=np.float64(self.timeout_s),
-            stamps=np.bool_(self.stamps),
+            num_sms=np.int64(exchange.num_sms or 0),
+            timeout_s=np.float64(exchange.timeout_s),
+            stamps=np.bool_(exchange.stamps),
         )
 
 
-def layout(config: Config, topk_idx: jax.Array) -> list[jax.Array]:
+# The operands of a stage, in the order in which they cross to the handler; what is None
+# is left out. Results are such trees too: extras first, then one per leaf.
+
+
+class LayoutOperands(NamedTuple):
+    """`topk_idx` `[T, K]` int32."""
+
+    topk_idx: Any
+
+    def flags(self) -> dict[str, bool]:
+        """The attributes that say which operands there are."""
+        return {}
+
+
+class DispatchOperands(NamedTuple):
+    """Fields of the handle, `weights` `[T, K]` or None, leaves `[T, W]`."""
+
+    slot: Any
+    slot_rank: Any
+    recv_slot: Any
+    group_counts: Any
+    group_offsets: Any
+    weights: Any
+    leaves: tuple[Any, ...]
+
+    def flags(self) -> dict[str, bool]:
+        """The attributes that say which operands there are."""
+        return dict(has_weights=self.weights is not None)
+
+
+class CombineOperands(NamedTuple):
+    """Fields of the handle, `[C]` vectors or None, leaves `[C, W]`, bias `[T, W]`."""
+
+    slot: Any
+    slot_rank: Any
+    recv_slot: Any
+    weights: Any
+    row_values: Any
+    leaves: tuple[Any, ...]
+    bias: tuple[Any, ...] | None
+
+    def flags(self) -> dict[str, bool]:
+        """The attributes that say which operands there are."""
+        return dict(
+            has_weights=self.weights is not None,
+            has_row_values=self.row_values is not None,
+            has_bias=self.bias is not None,
+        )
+
+
+def layout(call: Call, topk_idx: jax.Array) -> tuple[jax.Array, ...]:
     """The array fields of a `Handle`, in its order, from int32 ids `[T, K]`."""
-    return _bind(_layout_p, _layout_types, topk_idx, config=config)
+    return _bind(_layout_p, LayoutOperands(topk_idx), call=call)
 
 
-def dispatch(config: Config, handle, leaves, weights):
-    """Rows `[C, W]` per leaf `[T, W]`, and `[C]` weights or None."""
-    operands = [
+def dispatch(call: Call, handle, leaves, weights):
+    """`[C]` weights or None, and rows `[C, W]` per leaf `[T, W]`."""
+    operands = DispatchOperands(
         handle.slot,
         handle.slot_rank,
         handle.recv_slot,
         handle.group_counts,
         handle.group_offsets,
-    ]
-    has_weights = weights is not None
-    if has_weights:
-        operands.append(weights)
-    results = _bind(
-        _dispatch_p,
-        _dispatch_types,
-        *operands,
-        *leaves,
-        config=config,
-        has_weights=has_weights,
+        weights,
+        tuple(leaves),
     )
-    return tuple(results[has_weights:]), results[0] if has_weights else None
+    return _bind(_dispatch_p, operands, call=call)
 
 
 def combine(
-    config: Config,
+    call: Call,
     handle,
     leaves,
     *,
@@ -101,58 +140,62 @@ def combine(
     bias=None,
     wire_f32=False,
 ):
-    """Sums `[T, W]` per leaf `[C, W]`, and `row_values[slot]` as `[T, K]` or None."""
-    operands = [handle.slot, handle.slot_rank, handle.recv_slot]
-    operands += [value for value in (weights, row_values) if value is not None]
-    results = _bind(
-        _combine_p,
-        _combine_types,
-        *operands,
-        *leaves,
-        *(bias or ()),
-        config=config,
-        has_weights=weights is not None,
-        has_row_values=row_values is not None,
-        has_bias=bias is not None,
-        wire_f32=wire_f32,
+    """`row_values[slot]` as `[T, K]` or None, and sums `[T, W]` per leaf `[C, W]`."""
+    operands = CombineOperands(
+        handle.slot,
+        handle.slot_rank,
+        handle.recv_slot,
+        weights,
+        row_values,
+        tuple(leaves),
+        None if bias is None else tuple(bias),
     )
-    has_values = row_values is not None
-    return tuple(results[has_values:]), results[0] if has_values else None
+    return _bind(_combine_p, operands, call=call, wire_f32=wire_f32)
 
 
-def _bind(primitive, result_types, slot, *operands, **params):
-    if slot.shape[0]:
-        return primitive.bind(slot, *operands, **params)
-    # T = 0 on all ranks: nothing to exchange, and XLA stumbles over empty operands.
-    varying = tuple(sorted(jax.typeof(slot).mat.varying))
-    types = result_types(*map(jax.typeof, (slot, *operands)), **params)
-    zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
-    return lax.pcast(zeros, varying, to="varying") if varying else zeros
+def _bind(primitive, operands, **params):
+    leaves, structure = jax.tree.flatten(operands)
+    avals = jax.tree.map(jax.typeof, operands)
+    types = _RESULT_TYPES[primitive](avals, **params)
+    if leaves[0].shape[0]:
+        results = primitive.bind(*leaves, structure=structure, **params)
+    else:
+        # T = 0 on all ranks: nothing to exchange, and XLA stumbles over empty operands.
+        varying = tuple(sorted(avals[0].mat.varying))
+        results = [jnp.zeros(t.shape, t.dtype) for t in jax.tree.leaves(types)]
+        if varying:
+            results = lax.pcast(results, varying, to="varying")
+    return jax.tree.unflatten(jax.tree.structure(types), results)
 
 
-def _layout_types(topk_idx, *, config):
-    shape = topk_idx.shape
-    num_ranks, local = config.axis.num_ranks, config.num_local_experts
+def _layout_types(operands: LayoutOperands, *, call: Call):
+    shape = operands.topk_idx.shape
+    num_ranks, local = call.axis.num_ranks, call.num_local_experts
     shapes = [shape, shape, (num_ranks, *shape), *[(local,)] * 3, *[(num_ranks,)] * 2]
-    return [_like(topk_idx, s, jnp.int32) for s in [*shapes, (1,)]]
+    return tuple(_like(operands.topk_idx, s, jnp.int32) for s in [*shapes, (1,)])
 
 
-def _dispatch_types(slot, *operands, config, has_weights):
-    types = [_like(slot, (config.capacity,), jnp.float32)] if has_weights else []
-    for leaf in operands[4 + has_weights :]:
-        types.append(_like(slot, (config.capacity, leaf.shape[1]), leaf.dtype))
-    return types
+def _dispatch_types(operands: DispatchOperands, *, call: Call):
+    weights = None
+    if operands.weights is not None:
+        weights = _like(operands.slot, (call.capacity,), jnp.float32)
+    leaves = tuple(
+        _like(operands.slot, (call.capacity, leaf.shape[1]), leaf.dtype)
+        for leaf in operands.leaves
+    )
+    return weights, leaves
 
 
-def _combine_types(
-    slot, *operands, config, has_weights, has_row_values, has_bias, wire_f32
-):
-    del config, wire_f32
-    types = [_like(slot, slot.shape, jnp.float32)] if has_row_values else []
-    leaves = operands[2 + has_weights + has_row_values :]
-    for leaf in leaves[: len(leaves) // (1 + has_bias)]:
-        types.append(_like(slot, (slot.shape[0], leaf.shape[1]), leaf.dtype))
-    return types
+def _combine_types(operands: CombineOperands, *, call: Call, wire_f32: bool):
+    del call, wire_f32
+    slot, values = operands.slot, None
+    if operands.row_values is not None:
+        values = _like(slot, slot.shape, jnp.float32)
+    leaves = tuple(
+        _like(slot, (slot.shape[0], leaf.shape[1]), leaf.dtype)
+        for leaf in operands.leaves
+    )
+    return values, leaves
 
 
 def _like(aval, shape, dtype):
@@ -160,64 +203,71 @@ def _like(aval, shape, dtype):
     return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False)
 
 
-def _lower_custom_call(ctx, *operands, target, config, params, more_attributes):
-    attributes = {**config.attributes(), **params}
-    attributes |= more_attributes(target, attributes, ctx.avals_in)
+def _lower_custom_call(
+    ctx, *operands, target, structure, call, more_attributes, **flags
+):
+    tree = jax.tree.unflatten(structure, ctx.avals_in)
+    attributes = {**call.attributes(), **tree.flags(), **flags}
+    attributes |= more_attributes(target, attributes, tree)
     # Not jax.ffi.ffi_call: XLA names an instruction after the primitive it comes from,
     # and profilers show that name. This one is the target's.
     rank_type = jax.typeof(np.zeros(2, np.int32))
     rank_ctx = ctx.replace(avals_in=[], avals_out=[rank_type])
-    rank = mlir.lower_fun(config.axis.rank_and_group, multiple_results=False)(rank_ctx)
-    call = jax.ffi.ffi_lowering(target)
+    rank = mlir.lower_fun(call.axis.rank_and_group, multiple_results=False)(rank_ctx)
+    lower = jax.ffi.ffi_lowering(target)
     call_ctx = ctx.replace(avals_in=[rank_type, *ctx.avals_in])
-    return call(call_ctx, *rank, *operands, **attributes)
+    return lower(call_ctx, *rank, *operands, **attributes)
 
 
-def _lower_reference(ctx, *operands, reference_stage, config, **params):
-    if config.implementation == "ffi":
+def _lower_reference(ctx, *operands, reference_stage, structure, call, **params):
+    if call.exchange.implementation == "ffi":
         raise NotImplementedError(
-            "jax_ep: implementation='ffi' needs CPU devices of one process, or CUDA; "
-            f"lowering for {ctx.module_context.platforms} over "
-            f"{jax.process_count()} processes."
+            "jax_ep: implementation='ffi' needs CPU devices of one process, or CUDA, "
+            f"and at most {MAX_RANKS} ranks; lowering for "
+            f"{ctx.module_context.platforms} over {jax.process_count()} processes with "
+            f"{call.axis.num_ranks} ranks."
         )
-    stage = functools.partial(reference_stage, config=config, **params)
+
+    def stage(*operands):
+        tree = jax.tree.unflatten(structure, operands)
+        return jax.tree.leaves(reference_stage(tree, call=call, **params))
+
     return mlir.lower_fun(stage, multiple_results=True)(ctx, *operands)
 
 
-def _lower_cpu(ctx, *operands, target, reference_stage, config, **params):
-    if config.implementation == "xla" or jax.process_count() > 1:
+def _lower_cpu(ctx, *operands, target, reference_stage, call, **params):
+    params["call"] = call
+    in_one_process = jax.process_count() == 1 and call.axis.num_ranks <= MAX_RANKS
+    if call.exchange.implementation == "xla" or not in_one_process:
         return _lower_reference(
-            ctx, *operands, reference_stage=reference_stage, config=config, **params
+            ctx, *operands, reference_stage=reference_stage, **params
         )
     return _lower_custom_call(
-        ctx,
-        *operands,
-        target=target,
-        config=config,
-        params=params,
-        more_attributes=lambda *_: {},
+        ctx, *operands, target=target, more_attributes=lambda *_: {}, **params
     )
 
 
-def _lower_cuda(ctx, *operands, target, reference_stage, config, **params):
-    if config.implementation == "xla":
+def _lower_cuda(ctx, *operands, target, reference_stage, call, **params):
+    params["call"] = call
+    if call.exchange.implementation == "xla":
         return _lower_reference(
-            ctx, *operands, reference_stage=reference_stage, config=config, **params
+            ctx, *operands, reference_stage=reference_stage, **params
         )
     if not registration.has_cuda():
         raise NotImplementedError(
             "jax_ep: this installation runs on CPU devices only. CUDA needs Python >= "
             "3.12 and jax >= 0.11.2; implementation='xla' runs without our kernels."
         )
+    if call.axis.num_ranks > MAX_RANKS:
+        raise NotImplementedError(
+            f'jax_ep: axis "{axis_label(call.axis.names)}" has {call.axis.num_ranks} '
+            f"ranks, and our kernels take at most {MAX_RANKS} (one NVLink domain); "
+            "implementation='xla' runs with more."
+        )
     from jax_ep import kernels  # Needs cuda-python, which CPU users lack.
 
     return _lower_custom_call(
-        ctx,
-        *operands,
-        target=target,
-        config=config,
-        params=params,
-        more_attributes=kernels.attributes,
+        ctx, *operands, target=target, more_attributes=kernels.attributes, **params
     )
 
 
@@ -227,10 +277,20 @@ def _one_after_another(primitive, operands, dims, **params):
     return results, [0] * len(results)
 
 
+_RESULT_TYPES: dict[Primitive, Callable[..., Any]] = {}
+
+
 def _primitive(target: str, result_types, reference_stage) -> Primitive:
     primitive = Primitive(target)
     primitive.multiple_results = True
-    primitive.def_abstract_eval(result_types)
+    _RESULT_TYPES[primitive] = result_types
+
+    def abstract_results(*avals, structure, **params):
+        return jax.tree.leaves(
+            result_types(jax.tree.unflatten(structure, avals), **params)
+        )
+
+    primitive.def_abstract_eval(abstract_results)
     batching.primitive_batchers[primitive] = functools.partial(
         _one_after_another, primitive
     )

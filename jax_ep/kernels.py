@@ -94,9 +94,7 @@ def combine_kernel(
     )
 
 
-def attributes(
-    target: str, params: Mapping[str, Any], operands: Sequence[Any]
-) -> dict[str, Any]:
+def attributes(target: str, params: Mapping[str, Any], operands: Any) -> dict[str, Any]:
     """What a custom call for CUDA carries beyond the attributes of every platform.
 
     Compiles the call's kernel, or finds it in the cache, for the architectures of the
@@ -106,8 +104,8 @@ def attributes(
       target: "jax_ep_layout", "jax_ep_dispatch" or "jax_ep_combine".
       params: the call's attributes so far; `num_ranks`, `stamps` and
         the flags are read.
-      operands: its operands without the leading `rank`, or their types; only shape and
-        dtype are read.
+      operands: its operands (`ffi.DispatchOperands`, ...) or their types; only shape
+        and dtype are read.
 
     Returns:
       For dispatch and combine the sizes that the kernel is for: `num_topk`, and
@@ -190,10 +188,9 @@ def _kernel(stage: str, **macros: Any) -> Kernel:
 
 
 def _dispatch_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
-    # slot, slot_rank, recv_slot, group_counts, group_offsets, [weights], leaves
-    leaves = operands[5 + params["has_weights"] :]
+    leaves = operands.leaves
     _check_leaves("dispatch", leaves)
-    num_topk = operands[0].shape[1]
+    num_topk = operands.slot.shape[1]
     leaf_bytes = [x.shape[1] * jnp.dtype(x.dtype).itemsize for x in leaves]
     kernel = dispatch_kernel(
         num_ranks=params["num_ranks"],
@@ -207,11 +204,9 @@ def _dispatch_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
 
 
 def _combine_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
-    # slot, slot_rank, recv_slot, [weights], [row_values], leaves, [biases]
-    leaves = operands[3 + params["has_weights"] + params["has_row_values"] :]
-    leaves = leaves[: len(leaves) // (1 + params["has_bias"])]
+    leaves = operands.leaves
     _check_leaves("combine", leaves)
-    num_topk = operands[0].shape[1]
+    num_topk = operands.slot.shape[1]
     dtypes = [jnp.dtype(y.dtype).name for y in leaves]
     widths = [y.shape[1] for y in leaves]
     flags = ("has_weights", "has_row_values", "has_bias", "wire_f32")

@@ -1,9 +1,8 @@
 """Layout: where every (token, k) slot lands, decided before any row moves."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import ffi
 from jax_ep.axis import axis_label, expert_axis, vary_alike
-
-Implementation = Literal["ffi", "xla"]
+from jax_ep.exchange import MAX_INT32, Exchange, Implementation
+from jax_ep.payload import an_array
 
 MAX_TOPK = 32  # One lane of a warp per slot of a token.
-MAX_EXPERTS = 2048  # Counters of all experts fit one block's shared memory.
-_MAX_INT32 = 2**31 - 1
 
 _STATIC = dict(static=True)
 
@@ -44,17 +41,12 @@ class Handle:
       num_recv: `[R]`, rows wanted at each rank before drops, the same on all ranks.
       num_dropped: `[R]`, rows dropped at each rank, the same on all ranks.
       num_invalid: `[1]`, this rank's ids that are at least `num_experts`.
-      num_experts: E, over all ranks.
-      axis_name: the mesh axes of the exchange.
+      exchange: what its calls were told, inherited by every call with this handle; its
+        fields are readable here too (`handle.num_experts`, ...).
       num_ranks: R.
       capacity: C, rows of the receive buffer.
-      expert_alignment: A; each group starts on a multiple of it.
       num_tokens: T, tokens per rank.
       num_topk: K.
-      implementation: None, "ffi" or "xla", see `dispatch_layout`.
-      num_sms: SMs a CUDA kernel may use, None for the default.
-      timeout_s: seconds after which a wait for another rank becomes an error.
-      stamps: whether calls note when their phases began and ended, see `stamps.py`.
     """
 
     slot: jax.Array
@@ -66,34 +58,63 @@ class Handle:
     num_recv: jax.Array
     num_dropped: jax.Array
     num_invalid: jax.Array
-    num_experts: int = dataclasses.field(metadata=_STATIC)
-    axis_name: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
+    exchange: Exchange = dataclasses.field(metadata=_STATIC)
     num_ranks: int = dataclasses.field(metadata=_STATIC)
     capacity: int = dataclasses.field(metadata=_STATIC)
-    expert_alignment: int = dataclasses.field(metadata=_STATIC)
     num_tokens: int = dataclasses.field(metadata=_STATIC)
     num_topk: int = dataclasses.field(metadata=_STATIC)
-    implementation: Implementation | None = dataclasses.field(metadata=_STATIC)
-    num_sms: int | None = dataclasses.field(metadata=_STATIC)
-    timeout_s: float = dataclasses.field(metadata=_STATIC)
-    stamps: bool = dataclasses.field(metadata=_STATIC)
 
+    @property
+    def num_experts(self) -> int:
+        """E, over all ranks."""
+        return self.exchange.num_experts
 
-_ARRAYS = [f.name for f in dataclasses.fields(Handle) if f.metadata != _STATIC]
+    @property
+    def axis_name(self) -> tuple[str, ...]:
+        """The mesh axes of the exchange."""
+        return tuple(self.exchange.axis_name)
+
+    @property
+    def expert_alignment(self) -> int:
+        """A; each group starts on a multiple of it."""
+        return self.exchange.expert_alignment
+
+    @property
+    def implementation(self) -> Implementation | None:
+        """None, "ffi" or "xla", see `dispatch_layout`."""
+        return self.exchange.implementation
+
+    @property
+    def num_sms(self) -> int | None:
+        """SMs that a CUDA kernel may use, None for the default."""
+        return self.exchange.num_sms
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a wait for another rank becomes an error."""
+        return self.exchange.timeout_s
+
+    @property
+    def stamps(self) -> bool:
+        """Whether calls note when their phases began and ended."""
+        return self.exchange.stamps
 
 
 @jax.named_scope("jax_ep.layout")
 def dispatch_layout(
     topk_idx: jax.Array,
     *,
-    num_experts: int,
-    axis_name: str | Sequence[str] = "expert",
+    num_experts: int | None = None,
+    axis_name: str | Sequence[str] | None = None,
     capacity: int | None = None,
-    expert_alignment: int = 1,
+    expert_alignment: int | None = None,
     implementation: Implementation | None = None,
     num_sms: int | None = None,
-    timeout_s: float = 100.0,
-    stamps: bool = False,
+    timeout_s: float | None = None,
+    wire: Any = None,
+    grad_wire: Any = None,
+    stamps: bool | None = None,
+    exchange: Exchange | None = None,
 ) -> Handle:
     """Exchanges the expert ids and derives the row of every (token, k) slot.
 
@@ -112,24 +133,30 @@ def dispatch_layout(
     with capacity 1500 and A 128 keep 512, 384, 300, 20.)
 
     Args:
-      topk_idx: `[T, K]` int32 or int64, the experts of each token, 1 <= K <= 32. A
+      topk_idx: `[T, K]`, any integer dtype, the experts of each token, 1 <= K <= 32. A
         negative id masks its slot. An id >= E does too and is counted in `num_invalid`.
         The same expert twice in a row makes two slots.
       num_experts: E <= 2048, over all ranks, a multiple of R. Rank r owns the experts
-        `r * E // R` up to `(r + 1) * E // R`.
-      axis_name: mesh axis, or tuple of axes, of R <= 64 ranks.
+        `r * E // R` up to `(r + 1) * E // R`. Needed without an `exchange`.
+      axis_name: mesh axis, or tuple of axes, of the R ranks; None is "expert". At most
+        64 where the custom calls run. `()` is one rank, inside a shard_map or not.
       capacity: rows C of each rank's receive buffer, rounded down to a multiple of A.
         None is dropless: `R*T*K + L*(A-1)` rows. (A router that never repeats an id in
         a row needs no more than `R*T*min(K, L) + L*(A-1)`.)
-      expert_alignment: A >= 1, in rows.
+      expert_alignment: A >= 1, in rows; None is 1.
       implementation: None runs the custom call on CPU devices of one process and on
         CUDA, and plain `jax.lax` collectives on everything else; "xla" runs the latter
         everywhere; "ffi" is the custom call or an error.
       num_sms: most SMs a CUDA kernel may use. None leaves at least 32 of them free.
       timeout_s: seconds after which waiting for another rank becomes an error that
-        names it.
+        names it; None is 100.
+      wire: what crosses the link in the calls with the handle, see `combine`; None is
+        the rows' own dtype.
+      grad_wire: the same for the calls of their backwards.
       stamps: for tools that measure: this call, and those with its handle, note when
         their phases began and ended, see `jax_ep.stamps`. Results are the same.
+      exchange: all of these in one `Exchange`. Keywords that are given (not None) take
+        the place of its fields.
 
     Returns:
       A `Handle`; its fields give the shapes. Integers only, so there is no derivative.
@@ -137,7 +164,7 @@ def dispatch_layout(
 
     Raises:
       ValueError: no shard_map over the axis, a partly manual one, or a shape or value
-        out of range. TypeError: ids that are neither int32 nor int64.
+        out of range. TypeError: ids that are no array of integers.
 
     On the wire: every rank's ids to every rank, `4*T*K*(R-1)` bytes out of each.
 
@@ -145,17 +172,36 @@ def dispatch_layout(
     every rank knows all ids, so that nothing is exchanged about counts or positions.
     """
     op = "dispatch_layout"
-    axis = expert_axis(op, axis_name)
-    num_experts = _positive(op, "num_experts", num_experts)
-    alignment = _positive(op, "expert_alignment", expert_alignment)
-    label = axis_label(axis.names)
+    given: dict[str, Any] = dict(
+        num_experts=num_experts,
+        axis_name=axis_name,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        implementation=implementation,
+        num_sms=num_sms,
+        timeout_s=timeout_s,
+        wire=wire,
+        grad_wire=grad_wire,
+        stamps=stamps,
+    )
+    if exchange is None:
+        given = {name: value for name, value in given.items() if value is not None}
+        if "num_experts" not in given:
+            raise TypeError(f"jax_ep.{op}: num_experts or an exchange must be given.")
+        axis = expert_axis(op, given.get("axis_name", "expert"))
+        exchange = Exchange(operation=op, **given)
+    else:
+        exchange = exchange.replace(op, **given)
+        axis = expert_axis(op, exchange.axis_name)
+    an_array(op, "topk_idx", topk_idx)
     if topk_idx.ndim != 2:
         raise ValueError(
             f"jax_ep.{op}: topk_idx must have shape [T, K], and has {topk_idx.shape}."
         )
-    if topk_idx.dtype not in (jnp.int32, jnp.int64):
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(
-            f"jax_ep.{op}: topk_idx must be int32 or int64, and is {topk_idx.dtype}."
+            f"jax_ep.{op}: topk_idx must be of an integer dtype, and is "
+            f"{topk_idx.dtype}."
         )
     num_tokens, num_topk = topk_idx.shape
     if not 1 <= num_topk <= MAX_TOPK:
@@ -163,64 +209,38 @@ def dispatch_layout(
             f"jax_ep.{op}: topk_idx has K = {num_topk} columns, and K must be from 1 "
             f"to {MAX_TOPK}."
         )
-    if num_experts > MAX_EXPERTS:
+    if exchange.num_experts % axis.num_ranks:
         raise ValueError(
-            f"jax_ep.{op}: num_experts (={num_experts}) must be at most {MAX_EXPERTS}."
+            f"jax_ep.{op}: num_experts (={exchange.num_experts}) must be divisible by "
+            f'the {axis.num_ranks} ranks of axis "{axis_label(axis.names)}".'
         )
-    if num_experts % axis.num_ranks:
-        raise ValueError(
-            f"jax_ep.{op}: num_experts (={num_experts}) must be divisible by the "
-            f'{axis.num_ranks} ranks of axis "{label}".'
-        )
-    if implementation not in (None, "ffi", "xla"):
-        raise ValueError(
-            f"jax_ep.{op}: implementation (={implementation!r}) must be None, 'ffi' or "
-            "'xla'."
-        )
-    if num_sms is not None:
-        num_sms = _positive(op, "num_sms", num_sms)
-    if not timeout_s > 0:
-        raise ValueError(f"jax_ep.{op}: timeout_s (={timeout_s}) must be positive.")
+    alignment = exchange.expert_alignment
     dropless = axis.num_ranks * num_tokens * num_topk
-    dropless += num_experts // axis.num_ranks * (alignment - 1)
-    if dropless > _MAX_INT32:
+    dropless += exchange.num_experts // axis.num_ranks * (alignment - 1)
+    if dropless > MAX_INT32:
         raise ValueError(
             f"jax_ep.{op}: R*T*K + L*(A-1) (={dropless}) must be below 2**31: rows are "
             "int32."
         )
-    rows = _capacity(op, capacity, dropless, alignment)
-
-    ids = int32_ids(topk_idx, num_experts)
-    static: dict[str, Any] = dict(
-        num_experts=num_experts,
-        axis_name=axis.names,
+    rows = exchange.capacity
+    if rows is None:
+        rows = dropless // alignment * alignment
+    ids = int32_ids(topk_idx, exchange.num_experts)
+    call = ffi.Call(axis, exchange, rows)
+    arrays = ffi.layout(call, vary_alike(axis.names, ids))
+    handle = Handle(
+        *arrays,
+        exchange=exchange,
         num_ranks=axis.num_ranks,
         capacity=rows,
-        expert_alignment=alignment,
         num_tokens=num_tokens,
         num_topk=num_topk,
-        implementation=implementation,
-        num_sms=num_sms,
-        timeout_s=float(timeout_s),
-        stamps=bool(stamps),
     )
-    config = ffi.Config(
-        axis,
-        num_experts,
-        alignment,
-        rows,
-        implementation,
-        num_sms,
-        float(timeout_s),
-        bool(stamps),
-    )
-    leaves = ffi.layout(config, vary_alike(axis.names, ids))
-    arrays = dict(zip(_ARRAYS, leaves, strict=True))
-    return checkpoint_name(Handle(**arrays, **static), "jax_ep_handle")
+    return checkpoint_name(handle, "jax_ep_handle")
 
 
-def call_config(operation: str, handle: Handle) -> ffi.Config:
-    """The static arguments of a later call with this handle, checked against the mesh.
+def call_of(operation: str, handle: Handle) -> ffi.Call:
+    """What a later call with this handle is told, checked against the mesh.
 
     Raises:
       TypeError: `handle` is none. ValueError: it was made for other ranks, or its
@@ -246,25 +266,17 @@ def call_config(operation: str, handle: Handle) -> ffi.Config:
             f"{handle.slot.shape} and {handle.recv_slot.shape}: pass it with "
             f'P("{label}").'
         )
-    return ffi.Config(
-        axis,
-        handle.num_experts,
-        handle.expert_alignment,
-        handle.capacity,
-        handle.implementation,
-        handle.num_sms,
-        handle.timeout_s,
-        handle.stamps,
-    )
+    return ffi.Call(axis, handle.exchange, handle.capacity)
 
 
 def int32_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """Ids of any integer dtype as int32; what is no expert stays none."""
     ids = topk_idx
-    if ids.dtype != jnp.int32:
+    if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
         # Clamped before the cast, or 2**32 + 3 would become expert 3.
         clip = np.clip if isinstance(ids, np.ndarray) else jnp.clip
-        ids = clip(ids, -1, num_experts)
+        lowest = 0 if jnp.issubdtype(ids.dtype, jnp.unsignedinteger) else -1
+        ids = clip(ids, lowest, num_experts)
     return jnp.asarray(ids).astype(jnp.int32)
 
 
@@ -276,35 +288,3 @@ def row_is_kept(handle: Handle) -> jax.Array:
     edges = edges.at[handle.group_offsets].add(1)
     edges = edges.at[handle.group_offsets + handle.group_counts].add(-1)
     return jnp.cumsum(edges)[:-1] > 0
-
-
-def _positive(operation: str, name: str, value: int) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"jax_ep.{operation}: {name} must be an int, and is a bool.")
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"jax_ep.{operation}: {name} must be an int, and is a "
-            f"{type(value).__name__}."
-        ) from None
-    if value < 1:
-        raise ValueError(f"jax_ep.{operation}: {name} (={value}) must be at least 1.")
-    return value
-
-
-def _capacity(operation: str, capacity: int | None, dropless: int, alignment: int):
-    if capacity is None:
-        return dropless // alignment * alignment
-    capacity = _positive(operation, "capacity", capacity)
-    if capacity < alignment:
-        raise ValueError(
-            f"jax_ep.{operation}: capacity (={capacity}) must be at least "
-            f"expert_alignment (={alignment})."
-        )
-    if capacity > _MAX_INT32:
-        raise ValueError(
-            f"jax_ep.{operation}: capacity (={capacity}) must be below 2**31: rows are "
-            "int32."
-        )
-    return capacity // alignment * alignment

@@ -103,28 +103,21 @@ def moe(
         token_mask=mask,
         key=key,
     )
-    topk_idx, routed, num_slots = routing.topk_idx, params.routed, config.num_experts
-    if placement is not None:
-        topk_idx = place_topk(topk_idx, placement, axis_name=axis.names)
-        routed = place_params(
-            routed,
-            placement,
-            axis_name=axis.names,
-            implementation=config.implementation,
-        )
-        num_slots = placement.num_slots
-    handle = dispatch_layout(
-        topk_idx,
-        num_experts=num_slots,
+    topk_idx, routed = routing.topk_idx, params.routed
+    num_slots = config.num_experts if placement is None else placement.num_slots
+    exchange = config.exchange(
         axis_name=axis.names,
+        num_slots=num_slots,
         capacity=receive_capacity(
             config, tokens.shape[0], axis.num_ranks, num_slots=num_slots
         ),
-        expert_alignment=config.expert_alignment,
-        implementation=config.implementation,
-        num_sms=config.num_sms,
-        timeout_s=config.timeout_s,
     )
+    if placement is not None:
+        topk_idx = place_topk(topk_idx, placement, axis_name=axis.names)
+        routed = place_params(
+            routed, placement, axis_name=axis.names, exchange=exchange
+        )
+    handle = dispatch_layout(topk_idx, exchange=exchange)
     shared = shared_experts(tokens, params, activation=config.activation)
     layer = functools.partial(_routed_experts, config=config)
     rounds = None

@@ -18,6 +18,25 @@ def is_float(leaf: jax.Array) -> bool:
     return any(leaf.dtype == dtype for dtype in FLOATS)
 
 
+def an_array(operation: str, name: str, value: Any) -> None:
+    """Refuses what is no array: a list, a dict, an argument in another's place."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"jax_ep.{operation}: {name} must be an array, and is a "
+            f"{type(value).__name__}."
+        )
+
+
+def router_weights(operation: str, name: str, weights: jax.Array) -> jax.Array:
+    """Weights as float32; those of a router in a narrower float are cast."""
+    if not is_float(weights):
+        raise TypeError(
+            f"jax_ep.{operation}: {name} must be float32, bfloat16 or float16, and is "
+            f"{weights.dtype}."
+        )
+    return jnp.asarray(weights).astype(jnp.float32)
+
+
 def to_wire(
     operation: str, name: str, tree: Any, num_rows: int, *, floats_only: bool = False
 ) -> tuple[tuple[jax.Array, ...], Callable[[tuple[jax.Array, ...]], Any]]:

@@ -16,13 +16,8 @@ from jax import lax
 
 from jax_ep.axis import axis_label, expert_axis, vary_alike
 from jax_ep.dispatch import dispatch
-from jax_ep.layout import (
-    MAX_EXPERTS,
-    MAX_TOPK,
-    Implementation,
-    dispatch_layout,
-    int32_ids,
-)
+from jax_ep.exchange import MAX_EXPERTS, Exchange, Implementation
+from jax_ep.layout import MAX_TOPK, dispatch_layout, int32_ids
 
 
 @jax.tree_util.register_dataclass
@@ -212,6 +207,7 @@ def place_params(
     *,
     axis_name: str | Sequence[str] = "expert",
     implementation: Implementation | None = None,
+    exchange: Exchange | None = None,
 ):
     """Brings the experts' parameters to this rank's slots, replicas included.
 
@@ -225,6 +221,8 @@ def place_params(
       placement: the plan, the same on all ranks.
       axis_name: the mesh axes of the exchange.
       implementation: as in `dispatch_layout`.
+      exchange: an `Exchange` whose SMs, time limit and stamps this one inherits, as the
+        layer's own; None is the defaults.
 
     Returns:
       `params` with `[P/R, ...]` arrays: the experts of this rank's slots, in order.
@@ -270,8 +268,14 @@ def place_params(
         mine = _rows_of(rank, placement.phys_to_log, slots_here)
         params, mine = vary_alike(axis.names, (params, mine))
         return jax.tree.map(lambda leaf: leaf[mine], params)
+    if exchange is None:
+        exchange = Exchange(num_experts=num_slots, axis_name=axis.names, operation=op)
     handle = dispatch_layout(
         _rows_of(rank, placement.log_to_phys, leaves[0].shape[0]),
+        # Parameters travel as they are, whatever crosses the link for tokens.
+        exchange=dataclasses.replace(
+            exchange, capacity=None, expert_alignment=1, wire=None, grad_wire=None
+        ),
         num_experts=num_slots,
         axis_name=axis.names,
         capacity=slots_here,

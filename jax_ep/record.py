@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.layout import MAX_EXPERTS
+from jax_ep.exchange import MAX_EXPERTS
 from jax_ep.recording import (
     END,
     FORMAT,

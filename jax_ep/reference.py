@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
+def layout(operands, *, call) -> list[jax.Array]:
     """Every rank sees all ids and derives all ranks' rows; see `dispatch_layout`."""
-    num_ranks, num_local = config.axis.num_ranks, config.num_local_experts
-    num_experts, alignment = config.num_experts, config.expert_alignment
-    ids = _all_gather(topk_idx, config)  # [R, T, K]
+    topk_idx = operands.topk_idx
+    num_ranks, num_local = call.axis.num_ranks, call.num_local_experts
+    num_experts = call.exchange.num_experts
+    alignment = call.exchange.expert_alignment
+    ids = _all_gather(topk_idx, call)  # [R, T, K]
     num_invalid = jnp.sum(topk_idx >= num_experts, dtype=jnp.int32)[None]
     valid = (ids >= 0) & (ids < num_experts)
     expert = jnp.where(valid, ids, num_experts).reshape(num_ranks, -1)  # [R, T*K]
@@ -24,9 +26,9 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
         functools.partial(_count_and_number, num_experts=num_experts)
     )(expert)  # [R, E], [R, T*K]
     demand = wanted.sum(axis=0, dtype=jnp.int32).reshape(num_ranks, num_local)
-    kept = jax.vmap(
-        functools.partial(_fill, capacity=config.capacity, block=alignment)
-    )(demand)  # [R, L]
+    kept = jax.vmap(functools.partial(_fill, capacity=call.capacity, block=alignment))(
+        demand
+    )  # [R, L]
     # Inside an expert that loses rows, its sources share what it keeps.
     kept_by_source = jax.vmap(functools.partial(_fill, block=1))(
         wanted.T, kept.reshape(-1)
@@ -42,7 +44,7 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
     row = jnp.where(is_kept, row, -1).reshape(ids.shape)
     owner = jnp.where(valid, ids // num_local, -1)
 
-    me = _rank(config)
+    me = _rank(call)
     num_recv = demand.sum(axis=1, dtype=jnp.int32)
     results = [
         row[me],
@@ -58,74 +60,63 @@ def layout(topk_idx: jax.Array, *, config) -> list[jax.Array]:
     return [result.astype(jnp.int32) for result in results]
 
 
-def dispatch(slot, slot_rank, recv_slot, *operands, config, has_weights):
+def dispatch(operands, *, call):
     """Gathers all ranks' rows and picks this rank's; see `dispatch`."""
-    del slot, slot_rank
-    leaves = operands[2 + has_weights :]
+    recv_slot = operands.recv_slot
     flat = recv_slot.reshape(-1)
-    row = jnp.where(flat < 0, config.capacity, flat)  # Out of bounds: dropped.
-    source = jnp.full(config.capacity, -1, jnp.int32)
+    row = jnp.where(flat < 0, call.capacity, flat)  # Out of bounds: dropped.
+    source = jnp.full(call.capacity, -1, jnp.int32)
     source = source.at[row].set(jnp.arange(row.size, dtype=jnp.int32), mode="drop")
 
     def pick(values, index):
         if not values.shape[0]:
-            return jnp.zeros((config.capacity, *values.shape[1:]), values.dtype)
+            return jnp.zeros((call.capacity, *values.shape[1:]), values.dtype)
         kept = (source >= 0).reshape(-1, *[1] * (values.ndim - 1))
         return jnp.where(kept, values[index], jnp.zeros((), values.dtype))
 
-    results = []
-    if has_weights:
-        weights = _all_gather(operands[2], config).reshape(-1)
-        results.append(pick(weights, source))
+    weights = operands.weights
+    if weights is not None:
+        weights = pick(_all_gather(weights, call).reshape(-1), source)
+    leaves = []
     num_topk = recv_slot.shape[2]
-    for leaf in leaves:
+    for leaf in operands.leaves:
         # As bits, or XLA would take NaNs of bfloat16 through float32 and change them.
         bits = lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
-        rows = _all_gather(bits, config).reshape(-1, leaf.shape[1])
+        rows = _all_gather(bits, call).reshape(-1, leaf.shape[1])
         rows = pick(rows, source // num_topk)
-        results.append(lax.bitcast_convert_type(rows, leaf.dtype))
-    return results
+        leaves.append(lax.bitcast_convert_type(rows, leaf.dtype))
+    return weights, tuple(leaves)
 
 
-def combine(
-    slot,
-    slot_rank,
-    recv_slot,
-    *operands,
-    config,
-    has_weights,
-    has_row_values,
-    has_bias,
-    wire_f32,
-):
+def combine(operands, *, call, wire_f32):
     """Adds rows here, exchanges one partial per token, adds those; see `combine`."""
-    weights = operands[0] if has_weights else None
-    leaves = operands[has_weights + has_row_values :]
-    num_leaves = len(leaves) // (1 + has_bias)
-    results = []
-    if has_row_values:
-        values = _all_gather(operands[has_weights], config)  # [R, C]
-        if config.capacity:
-            values = values[jnp.maximum(slot_rank, 0), jnp.maximum(slot, 0)]
-            results.append(jnp.where(slot >= 0, values, 0))
+    slot = operands.slot
+    values = operands.row_values
+    if values is not None:
+        values = _all_gather(values, call)  # [R, C]
+        if call.capacity:
+            values = values[jnp.maximum(operands.slot_rank, 0), jnp.maximum(slot, 0)]
+            values = jnp.where(slot >= 0, values, 0)
         else:
-            results.append(jnp.zeros(slot.shape, jnp.float32))
-    for index in range(num_leaves):
-        leaf = leaves[index]
+            values = jnp.zeros(slot.shape, jnp.float32)
+    sums = []
+    biases = operands.bias or [None] * len(operands.leaves)
+    for leaf, bias in zip(operands.leaves, biases, strict=True):
         wire_dtype = jnp.float32 if wire_f32 else leaf.dtype
         total = jnp.zeros((slot.shape[0], leaf.shape[1]), jnp.float32)
-        partials = _partials(leaf, weights, recv_slot).astype(wire_dtype)
+        partials = _partials(leaf, operands.weights, operands.recv_slot)
         # The barrier keeps XLA from undoing the rounding (excess precision).
-        partials = _all_to_all(lax.optimization_barrier(partials), config)
-        for rank in range(config.axis.num_ranks):
+        partials = lax.optimization_barrier(partials.astype(wire_dtype))
+        partials = _all_to_all(partials, call)
+        for rank in range(call.axis.num_ranks):
             # A rank without rows sends +0, and adding that changes no bit: no sum
             # that starts at +0 is ever -0.
             total = total + partials[rank].astype(jnp.float32)
         total = _started_at_zero(total)
-        if has_bias:
-            total = total + leaves[num_leaves + index].astype(jnp.float32)
-        results.append(total.astype(leaf.dtype))
-    return results
+        if bias is not None:
+            total = total + bias.astype(jnp.float32)
+        sums.append(total.astype(leaf.dtype))
+    return values, tuple(sums)
 
 
 def _partials(leaf, weights, recv_slot):
@@ -193,19 +184,19 @@ def _take(table, index):
     return jnp.take_along_axis(table, index, axis=1)
 
 
-def _rank(config):
-    return lax.axis_index(config.axis.names) if config.axis.names else 0
+def _rank(call):
+    return lax.axis_index(call.axis.names) if call.axis.names else 0
 
 
-def _all_gather(values, config):
+def _all_gather(values, call):
     """`[R, ...]` in rank order."""
-    if not config.axis.names:
+    if not call.axis.names:
         return values[None]
-    return lax.all_gather(values, config.axis.names)
+    return lax.all_gather(values, call.axis.names)
 
 
-def _all_to_all(values, config):
+def _all_to_all(values, call):
     """`[R, ...]` by destination to `[R, ...]` by source."""
-    if not config.axis.names:
+    if not call.axis.names:
         return values
-    return lax.all_to_all(values, config.axis.names, split_axis=0, concat_axis=0)
+    return lax.all_to_all(values, call.axis.names, split_axis=0, concat_axis=0)

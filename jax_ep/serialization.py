@@ -1,10 +1,12 @@
 """Our pytrees as parts of what `jax.export` serialises."""
 
+import dataclasses
 import json
 
 from jax import export
 
 from jax_ep.dropless import Rounds
+from jax_ep.exchange import Exchange
 from jax_ep.layout import Handle
 from jax_ep.losses import MoEStats
 from jax_ep.params import MoEParams
@@ -18,12 +20,17 @@ def register_serialization() -> None:
         export.register_pytree_node_serialization(
             node,
             serialized_name=f"jax_ep.{node.__name__}",
-            serialize_auxdata=lambda static: json.dumps(static).encode(),
-            deserialize_auxdata=_static_of,
+            serialize_auxdata=lambda static: json.dumps(
+                static, default=_named
+            ).encode(),
+            deserialize_auxdata=lambda data: tuple(json.loads(data, object_hook=_made)),
         )
 
 
-def _static_of(data: bytes) -> tuple:
-    """The static fields; JSON has lists for tuples."""
-    values = json.loads(data)
-    return tuple(tuple(v) if isinstance(v, list) else v for v in values)
+def _named(static: Exchange) -> dict:
+    return {"Exchange": dataclasses.asdict(static)}
+
+
+def _made(values: dict):
+    """The fields of an `Exchange` pass through here too, as a dict of their own."""
+    return Exchange(**values["Exchange"]) if "Exchange" in values else values

@@ -55,7 +55,8 @@ class Stamps:
 
 def with_stamps(handle: Handle) -> Handle:
     """The handle whose later calls are stamped; other kernels are compiled for them."""
-    return dataclasses.replace(handle, stamps=True)
+    exchange = dataclasses.replace(handle.exchange, stamps=True)
+    return dataclasses.replace(handle, exchange=exchange)
 
 
 def read_stamps() -> list[Stamps]:

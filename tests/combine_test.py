@@ -62,7 +62,7 @@ def test_roundings(backend, dtype, wire_dtype, with_bias):
     run, handle, layout = setup(backend, WEIGHTED)
     y = noise((4, layout.capacity, 7), dtype)
     bias = noise((4, WEIGHTED.tokens, 7), dtype, seed=1)
-    static = {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
+    static = {} if wire_dtype is None else dict(wire=wire_dtype)
     out = run.combine(
         all_ranks(y), handle, bias=all_ranks(bias) if with_bias else None, **static
     )
@@ -196,7 +196,7 @@ def test_overflow_of_the_wire_type(backend):
     y[1] = -40000
     rounded = run.by_rank(run.combine(all_ranks(y), handle))
     assert rounded[..., 0].tolist() == [[np.inf], [-np.inf]]
-    exact = run.by_rank(run.combine(all_ranks(y), handle, wire_dtype=jnp.float32))
+    exact = run.by_rank(run.combine(all_ranks(y), handle, wire=jnp.float32))
     assert exact[..., 0].tolist() == [[40000], [-40000]]
 
 

@@ -186,7 +186,7 @@ def test_derivative(backend, case, dtype, grad_wire_dtype):
     """dx is the combine of d_recv, bit for bit; d_weights the gather of its rows."""
     run, handle, layout = setup(backend, case)
     x, weights = tagged_rows(case, 5, dtype), tagged_weights(case)
-    static = {} if grad_wire_dtype is None else dict(grad_wire_dtype=grad_wire_dtype)
+    static = {} if grad_wire_dtype is None else dict(grad_wire=grad_wire_dtype)
     shape = (case.ranks, layout.capacity, 5)
     random = np.random.default_rng(0)
     d_recv = random.standard_normal(shape, np.float32).astype(dtype)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_ep import kernels, nvrtc
+from jax_ep.ffi import CombineOperands, DispatchOperands, LayoutOperands
 
 try:
     nvrtc.version()
@@ -160,7 +161,7 @@ ROUTING = [of((64, 6)), of((64, 6)), of((2, 64, 6))]  # slot, slot_rank, recv_sl
 
 def test_layout_attributes():
     found = kernels.attributes(
-        "jax_ep_layout", dict(num_ranks=2, stamps=False), [of((64, 6))]
+        "jax_ep_layout", dict(num_ranks=2, stamps=False), LayoutOperands(of((64, 6)))
     )
     assert found["cubin_archs"] == "sm_90a,sm_100a"
     for arch in kernels.DEFAULT_ARCHITECTURES:
@@ -171,8 +172,9 @@ def test_layout_attributes():
 
 
 def test_dispatch_attributes():
-    operands = [*ROUTING, of((4,)), of((4,)), of((64, 6), jnp.float32)]
-    operands += [of((64, 96), jnp.bfloat16), of((64, 3), jnp.uint8)]
+    leaves = (of((64, 96), jnp.bfloat16), of((64, 3), jnp.uint8))
+    weights = of((64, 6), jnp.float32)
+    operands = DispatchOperands(*ROUTING, of((4,)), of((4,)), weights, leaves)
     params = dict(num_ranks=2, stamps=False, has_weights=True)
     found = kernels.attributes("jax_ep_dispatch", params, operands)
     assert found["num_topk"] == 6 and found["num_topk"].dtype == np.int64
@@ -181,9 +183,10 @@ def test_dispatch_attributes():
 
 
 def test_combine_attributes():
-    leaves = [of((128, 96), jnp.bfloat16), of((128, 5), jnp.float32)]
-    bias = [of((64, 96), jnp.bfloat16), of((64, 5), jnp.float32)]
-    operands = [*ROUTING, of((128,), jnp.float32), *leaves, *bias]
+    leaves = (of((128, 96), jnp.bfloat16), of((128, 5), jnp.float32))
+    bias = (of((64, 96), jnp.bfloat16), of((64, 5), jnp.float32))
+    values = of((128,), jnp.float32)
+    operands = CombineOperands(*ROUTING, None, values, leaves, bias)
     params = dict(
         num_ranks=2,
         stamps=False,
@@ -204,8 +207,9 @@ def test_tokens_and_capacity_compile_nothing(cache):
     params = dict(num_ranks=2, stamps=False, has_weights=False)
 
     def attributes(num_tokens):
-        operands = [of((num_tokens, 6)), of((num_tokens, 6)), of((2, num_tokens, 6))]
-        operands += [of((4,)), of((4,)), of((num_tokens, 96), jnp.bfloat16)]
+        routing = [of((num_tokens, 6)), of((num_tokens, 6)), of((2, num_tokens, 6))]
+        leaves = (of((num_tokens, 96), jnp.bfloat16),)
+        operands = DispatchOperands(*routing, of((4,)), of((4,)), None, leaves)
         return kernels.attributes("jax_ep_dispatch", params, operands)
 
     first, second = attributes(64), attributes(4096)
@@ -214,8 +218,8 @@ def test_tokens_and_capacity_compile_nothing(cache):
 
 
 def test_too_many_leaves():
-    leaves = [of((64, 96), jnp.bfloat16)] * (kernels.MAX_LEAVES + 1)
-    operands = [*ROUTING, of((4,)), of((4,)), *leaves]
+    leaves = (of((64, 96), jnp.bfloat16),) * (kernels.MAX_LEAVES + 1)
+    operands = DispatchOperands(*ROUTING, of((4,)), of((4,)), None, leaves)
     params = dict(num_ranks=2, stamps=False, has_weights=False)
     with pytest.raises(ValueError, match="jax_ep.dispatch: .* at most 16 leaves.* 17"):
         kernels.attributes("jax_ep_dispatch", params, operands)

@@ -343,7 +343,8 @@ def test_handle_is_a_pytree(backend):
     assert len(leaves) == 9
     assert all(leaf.ndim >= 1 and leaf.dtype == jnp.int32 for leaf in leaves)
     assert jax.tree.unflatten(structure, leaves) == handle
-    other = dataclasses.replace(handle, timeout_s=1.0)
+    exchange = dataclasses.replace(handle.exchange, timeout_s=1.0)
+    other = dataclasses.replace(handle, exchange=exchange)
     assert jax.tree.structure(other) != structure
     with pytest.raises(dataclasses.FrozenInstanceError):
         handle.slot = None

@@ -138,6 +138,11 @@ def layout(ids, **static):
             "jax_ep.dispatch_layout: timeout_s (=nan) must be positive.",
         ),
         (
+            dict(timeout_s="10"),
+            TypeError,
+            "jax_ep.dispatch_layout: timeout_s must be a number, and is a str.",
+        ),
+        (
             dict(axis_name="model"),
             ValueError,
             'jax_ep.dispatch_layout: axis_name (="model") must name axes of the '
@@ -185,22 +190,14 @@ def test_static_arguments(static, error, message):
         (
             IDS.astype(np.float32),
             TypeError,
-            "jax_ep.dispatch_layout: topk_idx must be int32 or int64, and is float32.",
-        ),
-        (
-            IDS.astype(np.int16),
-            TypeError,
-            "jax_ep.dispatch_layout: topk_idx must be int32 or int64, and is int16.",
-        ),
-        (
-            IDS.astype(np.uint32),
-            TypeError,
-            "jax_ep.dispatch_layout: topk_idx must be int32 or int64, and is uint32.",
+            "jax_ep.dispatch_layout: topk_idx must be of an integer dtype, and is "
+            "float32.",
         ),
         (
             IDS.astype(np.bool_),
             TypeError,
-            "jax_ep.dispatch_layout: topk_idx must be int32 or int64, and is bool.",
+            "jax_ep.dispatch_layout: topk_idx must be of an integer dtype, and is "
+            "bool.",
         ),
     ],
     ids=lambda v: f"{v.dtype}{v.shape}" if isinstance(v, np.ndarray) else "",
@@ -220,15 +217,68 @@ def test_more_rows_than_int32():
     )
 
 
-def test_too_many_ranks():
-    mesh = abstract_mesh(65)
+@pytest.mark.parametrize("given", [[[0, 1]], {"ids": 0}, None])
+def test_ids_that_are_no_array(given):
+    def body(x):
+        del x
+        return layout(given)
+
     raises(
-        ValueError,
-        'jax_ep.dispatch_layout: axis "expert" has 65 ranks, and at most 64 are '
-        "supported (one NVLink domain).",
-        lambda ids: layout(ids, num_experts=65),
-        jax.ShapeDtypeStruct((65, 2), jnp.int32),
-        mesh=mesh,
+        TypeError,
+        "jax_ep.dispatch_layout: topk_idx must be an array, and is a "
+        f"{type(given).__name__}.",
+        body,
+        X,
+    )
+
+
+def test_neither_experts_nor_exchange():
+    raises(
+        TypeError,
+        "jax_ep.dispatch_layout: num_experts or an exchange must be given.",
+        lambda ids: jax_ep.dispatch_layout(ids).slot,
+        IDS,
+    )
+
+
+def test_an_exchange_of_its_own():
+    with pytest.raises(ValueError) as raised:
+        jax_ep.Exchange(num_experts=4096)
+    assert str(raised.value) == (
+        "jax_ep.Exchange: num_experts (=4096) must be at most 2048."
+    )
+    with pytest.raises(ValueError) as raised:
+        jax_ep.Exchange(num_experts=8, capacity=3, expert_alignment=4)
+    assert str(raised.value) == (
+        "jax_ep.Exchange: capacity (=3) must be at least expert_alignment (=4)."
+    )
+    exchange = jax_ep.Exchange(num_experts=8, capacity=11, expert_alignment=4)
+    assert exchange.capacity == 8 and exchange.axis_name == ("expert",)
+    assert hash(exchange) == hash(dataclasses.replace(exchange, timeout_s=100))
+
+
+@pytest.mark.parametrize("implementation", ["ffi", None])
+def test_more_ranks_than_one_domain(implementation):
+    """Only the custom calls are bound to 64 ranks, so only lowering can tell."""
+    mesh = abstract_mesh(65)
+
+    def body(ids):
+        return jax_ep.dispatch_layout(
+            ids, num_experts=65, implementation=implementation
+        ).slot
+
+    ids = jax.ShapeDtypeStruct((65, 2), jnp.int32)
+    traced = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    ).trace(ids)
+    if implementation is None:
+        assert "all_gather" in traced.lower(lowering_platforms=("cpu",)).as_text()
+        return
+    with pytest.raises(NotImplementedError) as raised:
+        traced.lower(lowering_platforms=("cpu",))
+    assert str(raised.value) == (
+        "jax_ep: implementation='ffi' needs CPU devices of one process, or CUDA, and "
+        "at most 64 ranks; lowering for ('cpu',) over 1 processes with 65 ranks."
     )
 
 
@@ -431,14 +481,16 @@ def test_dispatch_of_keys():
             "(4,).",
         ),
         (
-            WEIGHTS.astype(jnp.bfloat16),
+            WEIGHTS.astype(jnp.float8_e4m3fn),
             TypeError,
-            "jax_ep.dispatch: topk_weights must be float32, and is bfloat16.",
+            "jax_ep.dispatch: topk_weights must be float32, bfloat16 or float16, and "
+            "is float8_e4m3fn.",
         ),
         (
             WEIGHTS.astype(np.int32),
             TypeError,
-            "jax_ep.dispatch: topk_weights must be float32, and is int32.",
+            "jax_ep.dispatch: topk_weights must be float32, bfloat16 or float16, and "
+            "is int32.",
         ),
     ],
     ids=range(5),
@@ -451,15 +503,15 @@ def test_dispatch_weights(weights, error, message):
 def test_wire_dtypes():
     raises(
         TypeError,
-        "jax_ep.dispatch: grad_wire_dtype must be None or float32, and is bfloat16.",
-        with_handle(lambda h, x: jax_ep.dispatch(x, h, grad_wire_dtype=jnp.bfloat16)),
+        "jax_ep.dispatch: grad_wire must be None or float32, and is bfloat16.",
+        with_handle(lambda h, x: jax_ep.dispatch(x, h, grad_wire=jnp.bfloat16)),
         IDS,
         X,
     )
     raises(
         TypeError,
-        "jax_ep.combine: wire_dtype must be None or float32, and is float16.",
-        with_handle(lambda h, y: jax_ep.combine(y, h, wire_dtype=jnp.float16)),
+        "jax_ep.combine: wire must be None or float32, and is float16.",
+        with_handle(lambda h, y: jax_ep.combine(y, h, wire=jnp.float16)),
         IDS,
         np.zeros((128, 8), np.float32),
     )
@@ -503,9 +555,10 @@ Y = np.zeros((128, 8), np.float32)  # C is 4 * 4 * 2 rows on each of 4 ranks
             "jax_ep.combine: weights must have shape [C] = (32,), and has (31,).",
         ),
         (
-            dict(y=Y, weights=Y[:, 0].astype(jnp.bfloat16)),
+            dict(y=Y, weights=Y[:, 0].astype(np.int32)),
             TypeError,
-            "jax_ep.combine: weights must be float32, and is bfloat16.",
+            "jax_ep.combine: weights must be float32, bfloat16 or float16, and is "
+            "int32.",
         ),
         (
             dict(y=Y, bias=X[:12]),
@@ -587,7 +640,9 @@ def test_handle_passed_as_replicated(operation):
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 def test_handle_with_an_unknown_axis(operation):
     def body(ids, x):
-        handle = dataclasses.replace(layout(ids), axis_name=("other",))
+        handle = layout(ids)
+        exchange = handle.exchange.replace(axis_name="other")
+        handle = dataclasses.replace(handle, exchange=exchange)
         return getattr(jax_ep, operation)(x, handle)
 
     raises(
@@ -620,8 +675,8 @@ def test_custom_calls_on_another_platform():
     with pytest.raises(NotImplementedError) as raised:
         lower("ffi")
     message = (
-        "jax_ep: implementation='ffi' needs CPU devices of one process, or CUDA; "
-        "lowering for ('tpu',) over 1 processes."
+        "jax_ep: implementation='ffi' needs CPU devices of one process, or CUDA, and "
+        "at most 64 ranks; lowering for ('tpu',) over 1 processes with 4 ranks."
     )
     assert str(raised.value) == message
     for implementation in (None, "xla"):

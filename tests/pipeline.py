@@ -75,10 +75,10 @@ def program(pipeline: Pipeline, mesh: Mesh, implementation: str | None):
         )
 
         def dispatch(x, weights):
-            return jax_ep.dispatch(x, handle, weights, grad_wire_dtype=wire)
+            return jax_ep.dispatch(x, handle, weights, grad_wire=wire)
 
         def combine(y, bias):
-            return jax_ep.combine(y, handle, bias=bias, wire_dtype=wire)
+            return jax_ep.combine(y, handle, bias=bias, wire=wire)
 
         received, pull_back = jax.vjp(dispatch, floats["x"], floats["weights"])
         dx, d_weights = pull_back((floats["d_recv"], floats["d_recv_weights"]))

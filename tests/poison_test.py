@@ -76,7 +76,7 @@ def test_combine_and_derivatives(case):
         handle,
         weights=all_ranks(powers),
         bias=flat_bias,
-        wire_dtype=jnp.float32,
+        wire=jnp.float32,
     )
     for n, leaf in enumerate(y):
         assert_bits_equal(run.by_rank(out[n]), literal.combine(leaf, layout))

@@ -79,7 +79,7 @@ def program(backend: Backend, shape: Shape):
             implementation=backend.implementation,
         )
         recv, pull_back = jax.vjp(
-            lambda x, w: jax_ep.dispatch(x, handle, w, grad_wire_dtype=wire_dtype),
+            lambda x, w: jax_ep.dispatch(x, handle, w, grad_wire=wire_dtype),
             x,
             topk_weights,
         )
@@ -90,7 +90,7 @@ def program(backend: Backend, shape: Shape):
                 handle,
                 weights=weights if shape.weighted else None,
                 bias=bias,
-                wire_dtype=wire_dtype,
+                wire=wire_dtype,
             ),
             y,
             weights,

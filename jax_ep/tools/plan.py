@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from jax_ep import sizing
-from jax_ep.layout import MAX_EXPERTS, MAX_TOPK
+from jax_ep.exchange import MAX_EXPERTS
+from jax_ep.layout import MAX_TOPK
 from jax_ep.tools import console, plan_view
 from jax_ep.tools.console import UserError
 from jax_ep.tools.models import MODELS, Model, find_model

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jax_ep.axis import MAX_RANKS
-from jax_ep.layout import MAX_EXPERTS, MAX_TOPK
+from jax_ep.exchange import MAX_EXPERTS
+from jax_ep.layout import MAX_TOPK
 from jax_ep.tools.benchmark import replay, routings
 from jax_ep.tools.benchmark.exchanges import Layer
 from jax_ep.tools.benchmark.layer import Widths

@@ -1,0 +1,151 @@
+"""Everything that an exchange is told, in one frozen description."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+Implementation = Literal["ffi", "xla"]
+
+MAX_EXPERTS = 2048  # Counters of all experts fit one block's shared memory.
+MAX_INT32 = 2**31 - 1  # Rows are numbered in int32.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What the calls of one exchange are told; static, and the same on all ranks.
+
+    Made once, by a layer's config or by `dispatch_layout` from its keywords, and held
+    by the handle: every call with the handle, the backward's too, and every exchange
+    that the library starts itself (further rounds, placed parameters) inherits it.
+    Frozen and hashable.
+
+    Attributes:
+      num_experts: E, over all ranks, a multiple of the R ranks, at most 2048.
+      axis_name: mesh axis, or tuple of axes, that the experts are split over.
+      capacity: rows C of each rank's receive buffer, rounded down to a multiple of
+        `expert_alignment`; None is dropless.
+      expert_alignment: A >= 1; each expert's rows start on a multiple of it.
+      implementation: None, "ffi" or "xla", see `dispatch_layout`.
+      num_sms: most SMs that a CUDA kernel may use; None leaves at least 32 free.
+      timeout_s: seconds after which a wait for another rank becomes an error.
+      wire: what crosses the link forward. None is the rows' own dtype; float32 sends
+        combine's partial sums unrounded.
+      grad_wire: the same for the calls of the backward.
+      stamps: whether calls note when their phases began and ended, see `stamps.py`.
+
+    Raises:
+      TypeError, ValueError: a field that is no such value.
+
+    >>> Exchange(num_experts=8, timeout_s=5).axis_name
+    ('expert',)
+    """
+
+    num_experts: int
+    axis_name: str | Sequence[str] = "expert"
+    capacity: int | None = None
+    expert_alignment: int = 1
+    implementation: Implementation | None = None
+    num_sms: int | None = None
+    timeout_s: float = 100.0
+    wire: Any = None
+    grad_wire: Any = None
+    stamps: bool = False
+    operation: dataclasses.InitVar[str] = "Exchange"  # For messages.
+
+    def __post_init__(self, operation: str):
+        def put(name, value):
+            object.__setattr__(self, name, value)
+
+        names = self.axis_name
+        put("axis_name", (names,) if isinstance(names, str) else tuple(names))
+        for name in ("num_experts", "expert_alignment", "num_sms", "capacity"):
+            value = getattr(self, name)
+            if value is not None or name in ("num_experts", "expert_alignment"):
+                put(name, positive(operation, name, value))
+        if self.num_experts > MAX_EXPERTS:
+            raise ValueError(
+                f"jax_ep.{operation}: num_experts (={self.num_experts}) must be at "
+                f"most {MAX_EXPERTS}."
+            )
+        if self.implementation not in (None, "ffi", "xla"):
+            raise ValueError(
+                f"jax_ep.{operation}: implementation (={self.implementation!r}) must "
+                "be None, 'ffi' or 'xla'."
+            )
+        self._check_capacity(operation)
+        put("timeout_s", _seconds(operation, self.timeout_s))
+        put("wire", wire_dtype(operation, "wire", self.wire))
+        put("grad_wire", wire_dtype(operation, "grad_wire", self.grad_wire))
+        put("stamps", bool(self.stamps))
+
+    def _check_capacity(self, operation: str) -> None:
+        if self.capacity is None:
+            return
+        if self.capacity < self.expert_alignment:
+            raise ValueError(
+                f"jax_ep.{operation}: capacity (={self.capacity}) must be at least "
+                f"expert_alignment (={self.expert_alignment})."
+            )
+        if self.capacity > MAX_INT32:
+            raise ValueError(
+                f"jax_ep.{operation}: capacity (={self.capacity}) must be below 2**31: "
+                "rows are int32."
+            )
+        rows = self.capacity // self.expert_alignment * self.expert_alignment
+        object.__setattr__(self, "capacity", rows)
+
+    def replace(self, operation: str = "Exchange", **fields: Any) -> "Exchange":
+        """The same exchange with other fields; None leaves a field as it is."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        return dataclasses.replace(self, operation=operation, **given)
+
+
+def wire_dtype(operation: str, name: str, wire: Any) -> Any:
+    """A wire format as its user gave it, checked: None, or the name of a dtype."""
+    if wire is None:
+        return None
+    try:
+        dtype = jnp.dtype(wire)
+    except TypeError:
+        raise TypeError(
+            f"jax_ep.{operation}: {name} must be None or float32, and is {wire!r}."
+        ) from None
+    if dtype != jnp.float32:
+        raise TypeError(
+            f"jax_ep.{operation}: {name} must be None or float32, and is {dtype}."
+        )
+    return dtype.name
+
+
+def positive(operation: str, name: str, value: Any) -> int:
+    """An int of at least 1; NumPy's integers are made Python's."""
+    if isinstance(value, bool):
+        raise TypeError(f"jax_ep.{operation}: {name} must be an int, and is a bool.")
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"jax_ep.{operation}: {name} must be an int, and is a "
+            f"{type(value).__name__}."
+        ) from None
+    if value < 1:
+        raise ValueError(f"jax_ep.{operation}: {name} (={value}) must be at least 1.")
+    return value
+
+
+def _seconds(operation: str, value: Any) -> float:
+    try:
+        seconds = float(value) if not isinstance(value, (str, bytes)) else None
+    except TypeError:
+        seconds = None
+    if seconds is None:
+        raise TypeError(
+            f"jax_ep.{operation}: timeout_s must be a number, and is a "
+            f"{type(value).__name__}."
+        )
+    if not seconds > 0:
+        raise ValueError(f"jax_ep.{operation}: timeout_s (={value}) must be positive.")
+    return seconds
