@@ -122,7 +122,7 @@ def _combine_fwd(static, leaves, weights, bias, handle):
 
 def _combine_bwd(static, residuals, d_out):
     handle, weighted, no_bias = residuals
-    rows, _ = dispatch_leaves(static, tuple(d_out), None, handle)
+    rows, _ = tuple(dispatch_leaves(static, tuple(d_out), None, handle))
     d_bias = None if no_bias else tuple(d_out)
     if weighted is None:
         return rows, None, d_bias, None

@@ -73,13 +73,15 @@ def dispatch(
     leaves, topk_weights, handle = vary_alike(
         handle.axis_name, (leaves, topk_weights, handle)
     )
-    recv, recv_weights = dispatch_leaves((call, wire), leaves, topk_weights, handle)
+    recv, recv_weights = tuple(
+        dispatch_leaves((call, wire), leaves, topk_weights, handle)
+    )
     return checkpoint_name((restore(recv), recv_weights), "jax_ep_recv")
 
 
 # dx[t] = sum_k d_recv[slot[t, k]],  d_weights[t, k] = d_recv_weights[slot[t, k]]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_leaves(static, leaves, weights, handle) -> Any:
+def dispatch_leaves(static, leaves, weights, handle):
     """Dispatch of a list of leaves; `static` is the call and the sums' wire format."""
     call, _ = static
     recv_weights, recv = ffi.dispatch(call, handle, leaves, weights)
@@ -102,7 +104,7 @@ def _dispatch_bwd(static, residuals, cotangents):
         rows = (jnp.zeros_like(d_recv_weights)[:, None],)
     d_weights = None
     if rows:
-        sums, d_weights = _undispatch(static, rows, d_recv_weights, handle)
+        sums, d_weights = tuple(_undispatch(static, rows, d_recv_weights, handle))
         for i, total in zip(floats, sums, strict=False):
             d_leaves[i] = total
     return tuple(d_leaves), d_weights, None
@@ -113,7 +115,7 @@ dispatch_leaves.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 # The transpose of dispatch, whose own is dispatch: so derivatives of any order exist.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _undispatch(static, rows, row_values, handle) -> Any:
+def _undispatch(static, rows, row_values, handle):
     call, wire = static
     values, sums = ffi.combine(
         call, handle, rows, row_values=row_values, wire_f32=wire is not None
@@ -127,7 +129,9 @@ def _undispatch_fwd(static, rows, row_values, handle):
 
 def _undispatch_bwd(static, handle, cotangents):
     d_sums, d_values = cotangents
-    d_rows, d_row_values = dispatch_leaves(static, tuple(d_sums), d_values, handle)
+    d_rows, d_row_values = tuple(
+        dispatch_leaves(static, tuple(d_sums), d_values, handle)
+    )
     return d_rows, d_row_values, None
 
 

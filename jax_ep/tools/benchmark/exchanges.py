@@ -60,7 +60,10 @@ class Layer:
 
     def of(self, handle: jax_ep.Handle) -> jax_ep.Handle:
         """A handle made elsewhere, whose calls run as this layer's."""
-        return dataclasses.replace(handle, num_sms=self.num_sms, stamps=self.stamps)
+        exchange = dataclasses.replace(
+            handle.exchange, num_sms=self.num_sms, stamps=self.stamps
+        )
+        return dataclasses.replace(handle, exchange=exchange)
 
 
 def on_ranks(function: Callable, mesh: Mesh, **keywords):
