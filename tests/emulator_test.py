@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+import literal
 import numpy as np
 import pytest
 from emulator import build
@@ -252,6 +253,88 @@ def circle(stage: str) -> dict[str, Case]:
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_no_rank_waits_in_a_circle(machine, tmp_path, stage):
     check(machine, tmp_path, circle(stage), macros=["JAX_EP_TUNE_SLOTS=8"])
+
+
+# --- handles that no layout made -------------------------------------------------
+
+NO_ROWS = np.array([-2, -(2**31), 2**31 - 1, 2**31 - 64])  # and C, C + 1
+NO_RANKS = np.array([-2, -(2**31), 2**31 - 1, 64, 63, 32])  # and R
+
+
+def hostile_slots(case: Case, r, ids, num_experts, alignment=4):
+    """Slots and owners out of range at both ends: as if the entry had no row."""
+    layout = literal.layout(ids, num_experts, alignment=alignment)
+    ranks, rows = ids.shape[0], (ids.shape[0], layout.capacity)
+    slot, slot_rank = layout.slot.copy(), layout.slot_rank.copy()
+    recv_slot, unwritten = layout.recv_slot.copy(), np.zeros(rows, bool)
+    for entry in list(layout.kept_slots()):
+        source, token, k, owner, row = entry
+        kind = r.integers(0, 4)
+        if kind > 1:
+            continue
+        at = (source, token, k)
+        layout.slot[at] = layout.recv_slot[owner][at] = -1
+        unwritten[owner, row] = True
+        if kind == 0:
+            values = [*NO_ROWS, layout.capacity, layout.capacity + 1]
+            slot[at], recv_slot[owner][at] = r.choice(values, 2)
+        else:
+            slot_rank[at], recv_slot[owner][at] = r.choice([*NO_RANKS, ranks]), -1
+    return case.hostile(
+        layout, unwritten, slot=slot, slot_rank=slot_rank, recv_slot=recv_slot
+    )
+
+
+def test_slots_and_owners_out_of_range(machine, tmp_path):
+    r = rng(0)
+    cases = {}
+    for name, (ranks, blocks, tokens, topk) in {
+        "two": (2, 2, 30, 3),
+        "one": (1, 2, 12, 32),
+    }.items():
+        case = cases[name] = Case(ranks, blocks)
+        ids = random_ids(r, (ranks, tokens, topk), 2 * ranks, 0.1)
+        handle = hostile_slots(case, r, ids, 2 * ranks)
+        rows = (ranks, handle.layout.capacity)
+        x = [
+            values(r, (ranks, tokens, 50), "float32"),
+            r.integers(0, 9, (ranks, tokens, 7), np.uint8),
+        ]
+        case.dispatch(handle, x, values(r, ids.shape, "float32"))
+        y = [values(r, (*rows, 40), "bfloat16"), values(r, (*rows, 3), "float32")]
+        columns = {
+            name: values(r, rows, "float32") for name in ("weights", "row_values")
+        }
+        case.combine(handle, y, **columns)
+    check(machine, tmp_path, cases, edits=SHARED_TOKENS, macros=SMALL_RING, seeds=12)
+
+
+def test_groups_out_of_range(machine, tmp_path):
+    """What is beyond the buffer's ends is taken as its ends."""
+    r = rng(0)
+    least, most = -(2**31), 2**31 - 1
+    case = Case(3, 2)
+    for masked in (0.2, 1.0):
+        ids = random_ids(r, (3, 20, 2), 9, masked)
+        layout = literal.layout(ids, 9, alignment=4)
+        rows = layout.capacity
+        # By rank. Nothing is left to fill: every gap ends before it begins.
+        offsets = np.array([[most, 0, rows], [least, -5, most], [0, rows, rows + 1]])
+        counts = np.array([[most, rows, most], [least, most, most], [rows, 1, 0]])
+        unwritten = np.ones((3, rows), bool)
+        if masked == 1.0:
+            # All is: the only gap, or the rest, begins below 0 or ends above C.
+            offsets = np.array([[least, most, 0], [least, least, -9], [5, -1, most]])
+            counts = np.array([[least, 0, rows], [most, 0, 3], [-9, -1, 0]])
+            unwritten[:] = False
+        for _, _, _, owner, row in layout.kept_slots():
+            unwritten[owner, row] = False
+        handle = case.hostile(
+            layout, unwritten, group_offsets=offsets, group_counts=counts
+        )
+        x = [values(r, (3, 20, 50), "float32"), r.integers(0, 9, (3, 20, 7), np.uint8)]
+        case.dispatch(handle, x, values(r, ids.shape, "float32"))
+    check(machine, tmp_path, {"groups": case}, macros=SMALL_RING, seeds=12)
 
 
 # --- a rank that does not come ---------------------------------------------------

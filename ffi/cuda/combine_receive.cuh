@@ -39,7 +39,8 @@ class CombineReceive {
     const float* const none[1] = {nullptr};
     const int num_tokens = TokensOfChannel(params.num_tokens, channel, ring.channels);
     RoutingBatches<kTopk, 2, 0> batches;
-    batches.Start(parts.recv_batches, num_tokens, arrays, none, token_of);
+    batches.Start(parts.recv_batches, num_tokens, params.capacity, arrays, none,
+                  token_of);
     AwaitBegin(state);
     Receiver<kRanks> receiver(params.common, state, channel, ring, kSlotBytes,
                               kPhaseCombineRows);
@@ -79,8 +80,9 @@ class CombineReceive {
       for (int pair = 0; pair < pairs; ++pair) {
         const int64_t token = token_of(batches.FirstPair() + pair);
         int owner = -1;
-        if (Lane() < kTopk && batches.Entry(0, pair, Lane()) >= 0) {
+        if (Lane() < kTopk && IsRow(batches.Entry(0, pair, Lane()), params.capacity)) {
           owner = batches.Entry(1, pair, Lane());
+          if (!IsRank<kRanks>(owner)) owner = -1;
         }
         uint64_t ranks = __reduce_or_sync(
             kAllLanes, owner >= 0 && owner < 32 ? 1u << (owner & 31) : 0);

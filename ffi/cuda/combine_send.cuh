@@ -53,14 +53,16 @@ class CombineSend {
     RoutingBatches<kTopk, 1, kGathers> batches;
     batches.Start(parts.send_batches,
                   TokensOfChannel(params.num_tokens, channel, ring.channels) * kRanks,
-                  arrays, gathers, index);
+                  params.capacity, arrays, gathers, index);
 
     uint32_t loaded = 0;
     while (batches.Next(index)) {
       bool any = false;
       if (Lane() < batches.kPairs) {
 #pragma unroll
-        for (int k = 0; k < kTopk; ++k) any |= batches.Entry(0, Lane(), k) >= 0;
+        for (int k = 0; k < kTopk; ++k) {
+          any |= IsRow(batches.Entry(0, Lane(), k), params.capacity);
+        }
       }
       for (uint32_t pairs = __ballot_sync(kAllLanes, any); pairs != 0;
            pairs &= pairs - 1) {
@@ -75,7 +77,7 @@ class CombineSend {
             value = batches.Gathered(Config::kHasWeights, pair, Lane());
           }
         }
-        const uint32_t rows = __ballot_sync(kAllLanes, row >= 0);
+        const uint32_t rows = __ballot_sync(kAllLanes, IsRow(row, params.capacity));
         Leaves::ForEachPiece([&](auto leaf_type, int leaf, int piece) {
           using L = decltype(leaf_type);
           for (uint32_t left = rows; left != 0; left &= left - 1) {

@@ -54,7 +54,7 @@ class DispatchReceive {
       batches.Start(part.batches,
                     TokensOfChannel(params.num_tokens, channel, ring.channels) *
                         kSources * kNumPieces,
-                    arrays, none, index);
+                    params.capacity, arrays, none, index);
       Channel::InitBarriers(part.barriers, kStages);
       AwaitBegin(state);
       Receiver<kRanks> receiver(common, state, channel, ring, kSlotBytes,
@@ -72,7 +72,7 @@ class DispatchReceive {
             if (Lane() < batches.kPairs) {
 #pragma unroll
               for (int k = 0; k < kTopk; ++k) {
-                any |= batches.Entry(0, Lane(), k) >= 0;
+                any |= IsRow(batches.Entry(0, Lane(), k), params.capacity);
               }
             }
             pairs = __ballot_sync(kAllLanes, any);
@@ -93,7 +93,8 @@ class DispatchReceive {
           ptx::BulkWaitRead<kStages - 1 - kAhead>();
           __syncwarp();
           const int k = Channel::MyEntry();
-          const int row = k < kTopk ? batches.Entry(0, pair, k) : -1;
+          int row = k < kTopk ? batches.Entry(0, pair, k) : -1;
+          if (!IsRow(row, params.capacity)) row = -1;
           part.queue[stage * 32 + Lane()] = make_int2(row, piece << kRankBits | source);
           const uint8_t* slot;
           if (receiver.Take(source, &slot)) {

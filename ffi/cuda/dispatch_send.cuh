@@ -48,10 +48,10 @@ class DispatchSend {
       const int32_t* const arrays[3] = {
           params.slot, params.slot_rank,
           reinterpret_cast<const int32_t*>(params.weights)};
-      batches.Start(part.batches, num_tokens, arrays, none, token_of);
+      batches.Start(part.batches, num_tokens, params.capacity, arrays, none, token_of);
     } else {
       const int32_t* const arrays[2] = {params.slot, params.slot_rank};
-      batches.Start(part.batches, num_tokens, arrays, none, token_of);
+      batches.Start(part.batches, num_tokens, params.capacity, arrays, none, token_of);
     }
     Channel::InitBarriers(part.barriers, kStages);
     Sender<kRanks> sender(common, state, channel, ring, kSlotBytes, kPhaseDispatchReuse,
@@ -67,7 +67,8 @@ class DispatchSend {
         while (more && pairs == 0) {
           more = batches.Next(token_of);
           if (more) {
-            pairs = Destinations(batches, me, token_of, first_shared, part.masks);
+            pairs = Destinations(batches, params.capacity, me, token_of, first_shared,
+                                 part.masks);
           }
         }
         if (!more) break;
@@ -82,6 +83,7 @@ class DispatchSend {
         int row = -1;
         if (k < kTopk && (mask >> me & 1) != 0 && batches.Entry(1, pair, k) == me) {
           row = batches.Entry(0, pair, k);
+          if (!IsRow(row, params.capacity)) row = -1;
         }
         int flags = piece << kFlagBits;
 #pragma unroll
@@ -179,6 +181,7 @@ class DispatchSend {
           if (Lane() < kTokens * kTopk && entry < params.num_tokens * kTopk &&
               params.slot_rank[entry] == me) {
             row = params.slot[entry];
+            if (!IsRow(row, params.capacity)) row = -1;
           }
           if (Config::kHasWeights && row >= 0) {
             params.recv_weights[row] = params.weights[entry];
@@ -220,7 +223,8 @@ class DispatchSend {
   // returns the pairs that have any.
   template <class Batches, class TokenOf>
   __device__ static __forceinline__ uint32_t Destinations(const Batches& batches,
-                                                          int me, TokenOf token_of,
+                                                          int64_t capacity, int me,
+                                                          TokenOf token_of,
                                                           int64_t first_shared,
                                                           uint64_t* masks) {
     uint64_t mask = 0;
@@ -228,8 +232,9 @@ class DispatchSend {
 #pragma unroll
       for (int k = 0; k < kTopk; ++k) {
         // Entries past the end have slot -1 and no rank.
-        if (batches.Entry(0, Lane(), k) >= 0) {
-          mask |= 1ull << (batches.Entry(1, Lane(), k) & 63);
+        const int rank = batches.Entry(1, Lane(), k);
+        if (IsRow(batches.Entry(0, Lane(), k), capacity) && IsRank<kRanks>(rank)) {
+          mask |= 1ull << rank;
         }
       }
       if (token_of(batches.FirstPair() + Lane()) >= first_shared) {

@@ -29,8 +29,8 @@ class DispatchZeros {
     const int groups = params.num_local_experts;
     // Small gaps: a lane each, the rows of a gap dealt out to blocks.
     for (int group = Lane(); group < groups - 1; group += 32) {
-      const int64_t begin = params.group_offsets[group] + params.group_counts[group];
-      const int64_t end = params.group_offsets[group + 1];
+      const int64_t begin = EndOfGroup(params, group);
+      const int64_t end = InBuffer(params, params.group_offsets[group + 1]);
       const int64_t first = (blockIdx.x + gridDim.x - group % gridDim.x) % gridDim.x;
       for (int64_t row = begin + first; row < end; row += gridDim.x) {
         Rows::ZeroRows(params, zeros, row, row + 1, 0, 1);
@@ -38,8 +38,7 @@ class DispatchZeros {
     }
     // The rest of the buffer, in chunks for whoever has time: two SMs share a path to
     // memory, so blocks that have one alone are done with their rows earlier.
-    const int64_t used =
-        params.group_offsets[groups - 1] + params.group_counts[groups - 1];
+    const int64_t used = EndOfGroup(params, groups - 1);
     const int64_t chunks = (params.capacity - used + kRowsPerChunk - 1) / kRowsPerChunk;
     uint32_t* taken = &ControlOf(params.common, params.common.rank)->zero_chunks;
     // Few zeros had better fill what blocks that are done early leave of the memory.
@@ -65,6 +64,19 @@ class DispatchZeros {
       __syncwarp();
     }
     ptx::BulkWaitWritten<0>();
+  }
+
+ private:
+  // Groups come from outside and may be anything; what is beyond the buffer's ends is
+  // taken as its ends.
+  __device__ static __forceinline__ int64_t InBuffer(const DispatchParams& params,
+                                                     int64_t row) {
+    return Max(0, Min(row, params.capacity));
+  }
+  __device__ static __forceinline__ int64_t EndOfGroup(const DispatchParams& params,
+                                                       int group) {
+    return InBuffer(params, static_cast<int64_t>(params.group_offsets[group]) +
+                                params.group_counts[group]);
   }
 
   static constexpr int kZeroLanes = 8;

@@ -21,9 +21,21 @@ __device__ __forceinline__ int TokensOfChannel(int64_t num_tokens, int channel,
              : 0;
 }
 
+// Slots come from outside and may be anything: whatever is no row of the buffer is
+// taken as -1, alike by the sender and the receiver of a row.
+__device__ __forceinline__ bool IsRow(int32_t slot, int64_t capacity) {
+  return static_cast<uint32_t>(slot) < static_cast<uint32_t>(capacity);
+}
+
+// The same for the rank that owns a slot.
+template <int kRanks>
+__device__ __forceinline__ bool IsRank(int32_t rank) {
+  return static_cast<uint32_t>(rank) < static_cast<uint32_t>(kRanks);
+}
+
 // A batch holds `kArrays` arrays fetched by pair, then `kGathers` arrays of floats
-// fetched by the values of the first one (row numbers), where those are >= 0. A warp
-// owns it: all lanes call together.
+// fetched by the values of the first one (row numbers), where those are rows of the
+// `capacity` that there are. A warp owns it: all lanes call together.
 template <int kTopk, int kArrays, int kGathers>
 class RoutingBatches {
  public:
@@ -35,11 +47,13 @@ class RoutingBatches {
   // `index(pair)` is the pair's position in units of K entries.
   template <class Index>
   __device__ __forceinline__ void Start(int32_t* shared, int num_pairs,
+                                        int64_t capacity,
                                         const int32_t* const (&arrays)[kArrays],
                                         const float* const (&gathers)[kGathers + 1],
                                         Index index) {
     shared_ = shared;
     num_pairs_ = num_pairs;
+    capacity_ = capacity;
 #pragma unroll
     for (int i = 0; i < kArrays; ++i) arrays_[i] = arrays[i];
 #pragma unroll
@@ -113,7 +127,7 @@ class RoutingBatches {
       const int entry = i * 32 + Lane();
       if (entry >= kEntries) break;
       const int32_t row = Batch(0, batch)[entry];
-      if (row < 0) continue;
+      if (!IsRow(row, capacity_)) continue;
 #pragma unroll
       for (int g = 0; g < kGathers; ++g) {
         ptx::CopyAsync4(GatherBatch(g, batch) + entry, gathers_[g] + row);
@@ -123,6 +137,7 @@ class RoutingBatches {
 
   int32_t* shared_;
   int num_pairs_;
+  int64_t capacity_;
   int batch_;
   const int32_t* arrays_[kArrays];
   const float* gathers_[kGathers + 1];

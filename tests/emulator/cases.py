@@ -12,6 +12,7 @@ import numpy as np
 from jax_ep import kernels
 
 POISON = 0xFF
+UNWRITTEN = 0xCD  # kUnwritten of run.cc
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16}
 
 
@@ -46,6 +47,7 @@ class Handle:
 
     layout: literal.Layout
     arrays: dict[str, list[int]]
+    unwritten: np.ndarray | None = None  # [R, C]: rows that dispatch leaves alone
 
 
 class Case:
@@ -89,6 +91,15 @@ class Case:
             layout, {name: self._inputs(getattr(layout, name)) for name in names}
         )
 
+    def hostile(self, layout, unwritten, **changes) -> Handle:
+        """A handle whose arrays are not those of the `layout` that they amount to."""
+        names = ("slot", "slot_rank", "recv_slot", "group_counts", "group_offsets")
+        arrays = {name: changes.get(name, getattr(layout, name)) for name in names}
+        arrays = {
+            name: self._inputs(value.astype(np.int32)) for name, value in arrays.items()
+        }
+        return Handle(layout, arrays, unwritten)
+
     def dispatch(self, handle: Handle, leaves, weights=None, **step) -> None:
         layout = handle.layout
         failed = self._step(
@@ -104,11 +115,11 @@ class Case:
             self._pointers(name, handle.arrays[name])
         for i, leaf in enumerate(leaves):
             self._pointers(f"x{i}", self._inputs(leaf))
-            recv = literal.dispatch(leaf, layout)
+            recv = self._as_left(literal.dispatch(leaf, layout), handle)
             self._pointers(f"recv{i}", self._outputs(recv, failed))
         if weights is not None:
             self._pointers("weights", self._inputs(weights))
-            recv = literal.dispatch_weights(weights, layout)
+            recv = self._as_left(literal.dispatch_weights(weights, layout), handle)
             self._pointers("recv_weights", self._outputs(recv, failed))
         self._values(
             num_tokens=layout.slot.shape[1],
@@ -157,6 +168,14 @@ class Case:
             out = literal.undispatch_weights(row_values, layout)
             self._pointers("values", self._outputs(out, failed))
         self._values(num_tokens=layout.slot.shape[1], capacity=layout.capacity)
+
+    @staticmethod
+    def _as_left(recv, handle: Handle):
+        if handle.unwritten is not None:
+            recv[handle.unwritten] = np.full(recv.itemsize, UNWRITTEN, np.uint8).view(
+                recv.dtype
+            )[0]
+        return recv
 
     def write(self, path: pathlib.Path) -> pathlib.Path:
         path.write_text("\n".join([*self._lines, ""]))
