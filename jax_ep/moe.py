@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ep.axis import axis_label, expert_axis
@@ -19,8 +20,9 @@ from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
 from jax_ep.params import MoEParams, check_params, names_of
 from jax_ep.payload import is_float
-from jax_ep.placement import Placement, place_params, place_topk
+from jax_ep.placement import Placement, place_params, place_topk, plan_placement
 from jax_ep.router import router
+from jax_ep.stored import checked_specs, local_weights
 
 
 def moe(
@@ -44,13 +46,16 @@ def moe(
     Args:
       x: `[T, H]` or `[..., H]`, float32, bfloat16 or float16; this rank's tokens. All
         but the router computes in its dtype.
-      params: this rank's L experts, and the rest of `MoEParams` whole, or see `specs`.
+      params: this rank's L experts (or all E), and the rest of `MoEParams` whole, or
+        see `specs`. Where R does not divide E, all experts: `plan_placement` then gives
+        each rank as many, some of them more than once.
       config: the layer.
       axis_name: mesh axis, or tuple of axes, that the experts are split over.
       data_axes: further mesh axes that tokens are split over; None is all others.
         Statistics and losses are over all of them and `axis_name`.
-      specs: `MoEParams` of `PartitionSpec`. A weight's dimensions that they split over
-        data axes (FSDP) are gathered first; None is no such dimension.
+      specs: `MoEParams` of `PartitionSpec`: how the weights are split, over any mesh
+        axes. Whatever is split besides the experts (FSDP) is gathered first; None is
+        `param_specs(config, expert=axis_name)`.
       token_mask: bool, `x.shape[:-1]`; False for padding tokens, which go nowhere,
         count nowhere, get zero, and may be NaN.
       key: for jitter noise and random routing; each rank folds its index in.
@@ -85,8 +90,21 @@ def moe(
             f'jax_ep.moe: data_axes (="{axis_label(data_names)}") must not repeat an '
             f'axis, nor have one of the expert axis "{axis_label(axis.names)}".'
         )
+    if config.num_experts % axis.num_ranks and placement is None:
+        # Some experts more than once, so that every rank holds as many.
+        placement = plan_placement(
+            np.ones(config.num_experts), num_ranks=axis.num_ranks
+        )
     if specs is not None:
-        params = _gather_data_axes(params, specs, data_names)
+        specs = checked_specs("moe", specs, config)
+    params = local_weights(
+        params,
+        specs,
+        config,
+        axis,
+        token_axes=axes,
+        has_placement=placement is not None,
+    )
     if key is not None and axes:
         key = jax.random.fold_in(key, lax.axis_index(axes))
     tokens, mask = x.reshape(-1, x.shape[-1]), None
@@ -227,14 +245,3 @@ def receive_capacity(
     # Rounded first, since 1.1 * 10 is a little more than 11.
     rows = math.ceil(round(config.capacity_factor * num_tokens * num_topk, 6))
     return min(-(-rows // alignment) * alignment, bound)
-
-
-def _gather_data_axes(params, specs, data_names):
-    def gather(weight, spec):
-        for dim, names in enumerate(spec):
-            names = tuple(name for name in names_of(names) if name in data_names)
-            if names:
-                weight = lax.all_gather(weight, names, axis=dim, tiled=True)
-        return weight
-
-    return jax.tree.map(gather, params, specs)

@@ -11,6 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.config import MoEConfig
 
+# What a weight may be before it is cast to the tokens' dtype.
+_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16", "float64")))
+
 _DIMS = ("expert", "hidden", "intermediate")
 
 
@@ -128,11 +131,17 @@ def param_info(config: MoEConfig) -> dict[str, ParamInfo]:
 
 
 def check_params(operation: str, params: MoEParams, config: MoEConfig) -> None:
-    """Refuses parameters that a config lacks, or does not ask for.
+    """Refuses parameters that a config lacks, or does not ask for, and other dtypes.
 
     Raises:
-      ValueError: naming the parameter.
+      ValueError: a parameter too many or too few, by name. TypeError: no `MoEParams`,
+        or a dtype whose values are nothing without a scale (integers, FP8).
     """
+    if not isinstance(params, MoEParams):
+        raise TypeError(
+            f"jax_ep.{operation}: params must be MoEParams, and is "
+            f"{type(params).__name__}."
+        )
     info = param_info(config)
     for field in dataclasses.fields(MoEParams):
         is_given = getattr(params, field.name) is not None
@@ -142,6 +151,15 @@ def check_params(operation: str, params: MoEParams, config: MoEConfig) -> None:
                 f"{'not ' if is_given else ''}be given with this config, which asks "
                 f"for {', '.join(info)}."
             )
+        if is_given:
+            dtype = getattr(getattr(params, field.name), "dtype", None)
+            if dtype is None or dtype not in _DTYPES:
+                raise TypeError(
+                    f"jax_ep.{operation}: params.{field.name} must be a float32, "
+                    "bfloat16, float16 or float64 array, and is "
+                    f"{dtype or type(getattr(params, field.name)).__name__}: multiply "
+                    "quantised weights by their scales first."
+                )
 
 
 def init_params(key: jax.Array, config: MoEConfig, dtype: Any = jnp.float32):

@@ -24,6 +24,7 @@ from jax_ep.params import (
     param_specs,
 )
 from jax_ep.placement import Placement
+from jax_ep.stored import check_divides, checked_specs, whole_experts
 
 EXPERT_AXIS = "expert"
 _OTHER_EXPERT_AXES = ("ep", "exp")  # Where the default name would mean one of these.
@@ -101,10 +102,11 @@ def sharded_moe(
     expert_names = _expert_axes_of(mesh, expert_names)
     if data_axes is None:
         data_names = tuple(n for n in mesh.axis_names if n not in expert_names)
+    check_params(op, params, config)
     if specs is None:
         specs = param_specs(config, expert=expert_names)
-    _check_specs(mesh, specs)
-    check_params(op, params, config)
+    specs = checked_specs(op, specs, config)
+    _check_names(mesh, specs)
     check_arrays(op, x, config, token_mask, placement)
     args = (x, params, token_mask, key, placement)
     if context.manual_axes:
@@ -124,16 +126,10 @@ def sharded_moe(
                 f"jax_ep.{op}: params.{name} must have shape {info.shape}, and has "
                 f"{shape}."
             )
-        for size, dim, names in zip(
-            info.shape, info.dims, getattr(specs, name), strict=True
-        ):
-            shares = math.prod(mesh.shape.get(n, 1) for n in names_of(names))
-            if size % shares:
-                raise ValueError(
-                    f"jax_ep.{op}: the {dim} dimension (={size}) of params.{name} must "
-                    f'be divisible by the {shares} shares over "'
-                    f'{axis_label(names_of(names))}".'
-                )
+    num_ranks = math.prod(mesh.shape[name] for name in expert_names)
+    if config.num_experts % num_ranks:
+        specs = whole_experts(specs, config, expert_names)
+    check_divides(op, specs, config, dict(mesh.shape))
     static = (config, expert_names, data_names, keep_topk_idx)
     return _sharded(static, mesh, batch_names, specs)(*args)
 
@@ -231,7 +227,7 @@ def _expert_axes_of(mesh, names):
     return tuple(name for name in names if name in mesh.axis_names)
 
 
-def _check_specs(mesh, specs):
+def _check_names(mesh, specs):
     """Axes that the mesh lacks split nothing; one that is nearly an axis is a typo."""
     used = {
         name

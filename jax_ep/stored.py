@@ -1,0 +1,184 @@
+"""Weights as they are stored, and as a rank computes with them."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_ep.axis import ExpertAxis, axis_label, vary_alike
+from jax_ep.config import MoEConfig
+from jax_ep.params import MoEParams, names_of, param_info
+
+
+def checked_specs(operation: str, specs: MoEParams, config: MoEConfig) -> MoEParams:
+    """Specs with an entry for every dimension of every parameter of a config.
+
+    Raises:
+      TypeError: specs that are no `MoEParams` of `PartitionSpec`. ValueError: a spec
+        of more dimensions than its parameter has.
+    """
+    if not isinstance(specs, MoEParams):
+        raise TypeError(
+            f"jax_ep.{operation}: specs must be MoEParams of PartitionSpec (see "
+            f"param_specs), and is {type(specs).__name__}."
+        )
+    full = {}
+    for name, info in param_info(config).items():
+        spec = getattr(specs, name)
+        if not isinstance(spec, P):
+            raise TypeError(
+                f"jax_ep.{operation}: specs.{name} must be a PartitionSpec, and is "
+                f"{spec!r}."
+            )
+        if len(spec) > len(info.shape):
+            raise ValueError(
+                f"jax_ep.{operation}: specs.{name} (={tuple(spec)}) must have at most "
+                f"the {len(info.shape)} dimensions of params.{name}."
+            )
+        if P.UNCONSTRAINED in spec:
+            raise ValueError(
+                f"jax_ep.{operation}: specs.{name} (={tuple(spec)}) must say how each "
+                "dimension is split."
+            )
+        full[name] = P(*spec, *[None] * (len(info.shape) - len(spec)))
+    return MoEParams(**full)
+
+
+def local_weights(
+    params: MoEParams,
+    specs: MoEParams | None,
+    config: MoEConfig,
+    axis: ExpertAxis,
+    *,
+    token_axes: tuple[str, ...],
+    has_placement: bool,
+) -> MoEParams:
+    """What a rank computes with: its L experts, and all other weights whole.
+
+    Call it inside the shard_map. A dimension that is split is gathered, whatever the
+    mesh axis; of a weight that then has all E experts the rank takes its own. Experts
+    split over the expert axis first stay where they are.
+
+    Args:
+      params: of any split that `specs` describe.
+      specs: their `PartitionSpec`s; None is `param_specs(config, expert=axis.names)`.
+        Names that the mesh lacks split nothing.
+      config: the layer.
+      axis: the expert axis.
+      token_axes: the mesh axes that tokens are split over, the expert axis among them.
+      has_placement: whether `place_params` follows, which takes all E experts too.
+
+    Returns:
+      `MoEParams` of `[L, ...]` routed weights; `[E, ...]` where a placement follows and
+      all have that form.
+
+    Raises:
+      ValueError: a shape that is not the config's, naming the parameter.
+
+    Derivative: that of a gather is a reduce-scatter, that of taking a share a padding
+    with zeros.
+
+    On the wire: each gathered weight, from each rank to the ranks of the gathered axes.
+    """
+    mesh_axes = dict(axis.mesh_axes)
+    info = param_info(config)
+    whole = {}
+    for name, one in info.items():
+        weight = getattr(params, name)
+        spec = getattr(specs, name) if specs is not None else ()
+        for dim, entry in enumerate(spec):
+            names = tuple(n for n in names_of(entry) if n in mesh_axes)
+            if one.dims[dim] == "expert" and names[: len(axis.names)] == axis.names:
+                names = names[len(axis.names) :]
+            weight = _gathered(weight, dim, names, token_axes)
+        whole[name] = weight
+    num_experts = config.num_experts
+    num_local = num_experts // axis.num_ranks
+    routed = [name for name, one in info.items() if one.dims[0] == "expert"]
+    counts = {whole[name].shape[:1] for name in routed}
+    if not (has_placement and counts == {(num_experts,)}):
+        rank = lax.axis_index(axis.names) if axis.names else 0
+        for name in routed:
+            if whole[name].shape[:1] == (num_experts,) and num_local < num_experts:
+                weight, start = vary_alike(
+                    axis.names, (whole[name], jnp.asarray(rank * num_local))
+                )
+                whole[name] = lax.dynamic_slice_in_dim(weight, start, num_local)
+    for name, one in info.items():
+        shape = whole[name].shape
+        wanted = one.shape
+        if name in routed and shape[:1] != (num_experts,):
+            wanted = (num_local, *one.shape[1:])
+        if shape != wanted:
+            raise ValueError(
+                f"jax_ep.moe: params.{name} must be the rank's {wanted} of the whole "
+                f"{one.shape}, and has shape {shape}"
+                + (
+                    "; specs say how weights are split besides."
+                    if specs is None
+                    else f" once gathered as specs.{name} "
+                    f"(={tuple(getattr(specs, name))}) says."
+                )
+            )
+    return dataclasses.replace(params, **whole)
+
+
+def whole_experts(
+    specs: MoEParams, config: MoEConfig, expert_names: tuple[str, ...]
+) -> MoEParams:
+    """The specs with experts not split over the expert axis, which does not divide E.
+
+    Args:
+      specs: as `checked_specs` returns them.
+      config: the layer.
+      expert_names: mesh axes of the expert axis.
+
+    Returns:
+      `MoEParams` of `PartitionSpec`.
+    """
+    changed = {}
+    for name, info in param_info(config).items():
+        first, *others = getattr(specs, name)
+        if info.dims[0] == "expert":
+            first = tuple(n for n in names_of(first) if n not in expert_names) or None
+            changed[name] = P(first, *others)
+    return dataclasses.replace(specs, **changed)
+
+
+def check_divides(
+    operation: str, specs: MoEParams, config: MoEConfig, mesh_axes: dict[str, int]
+) -> None:
+    """Refuses specs that split a dimension into unequal shares.
+
+    Raises:
+      ValueError: naming the parameter, the dimension and the axes.
+    """
+    for name, info in param_info(config).items():
+        for dim, entry in enumerate(getattr(specs, name)):
+            names = tuple(n for n in names_of(entry) if n in mesh_axes)
+            shares = math.prod(mesh_axes[n] for n in names)
+            if info.shape[dim] % shares:
+                dim_name = info.dims[dim]
+                shown = f"{dim_name} dimension" if dim_name else f"dimension {dim}"
+                raise ValueError(
+                    f"jax_ep.{operation}: the {shown} (={info.shape[dim]}) of "
+                    f"params.{name} must be divisible by the {shares} shares over "
+                    f'"{axis_label(names)}".'
+                )
+
+
+def _gathered(weight, dim, names, token_axes):
+    """`weight` whole along a dimension that is split over these axes, in that order."""
+    # The minor axis first: its pieces are neighbours.
+    for name in reversed(names):
+        # Over axes that hold the same tokens the result must not vary, or nothing that
+        # it is part of could leave the shard_map as replicated. (Without check_vma
+        # nothing is known to vary, and each copy's cotangent is its part of the whole:
+        # the reduce-scatter behind a plain gather adds them.)
+        is_known = name in jax.typeof(weight).mat.varying
+        to = "invarying" if is_known and name not in token_axes else "varying"
+        weight = lax.all_gather(weight, name, axis=dim, tiled=True, to=to)
+    return weight
