@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 DEVICES = 4
@@ -21,24 +20,18 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-try:
-    import safetensors
-    import torch
-    import transformers
-except ImportError as missing:
-    sys.exit(
-        f'flax_import.py needs the extra "hf-test": pip install "jax_ep[hf-test]" '
-        f"({missing})"
-    )
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
+from jax_ep.checkpoint import load_safetensors  # noqa: E402
 from jax_ep.hf_models import MODEL_TYPES, hf_moe_config  # noqa: E402
 from jax_ep.nnx import MoE  # noqa: E402
 from jax_ep.pretrained import load_hf_moe_layer  # noqa: E402
 
+# transformers has no class of Kimi K2: it is DeepSeek-V3's, with another config.
+MADE = [model_type for model_type in MODEL_TYPES if model_type != "kimi_k2"]
 TOKENS = (4, 16)  # Sequences, and the length of each.
 TOLERANCE = 1e-5  # Float32, relative to the largest output.
 
@@ -68,36 +61,23 @@ TINY = dict(
 )
 
 
-class Checkpoint(Mapping[str, np.ndarray]):
-    """A folder of safetensors files; a tensor is read when it is asked for."""
-
-    def __init__(self, folder: Path):
-        self.file_of: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safetensors.safe_open(path, framework="flax") as file:
-                self.file_of.update(dict.fromkeys(file.keys(), path))
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        # "flax" rather than "numpy", which has no bfloat16.
-        with safetensors.safe_open(self.file_of[name], framework="flax") as file:
-            return np.asarray(file.get_tensor(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.file_of)
-
-    def __len__(self) -> int:
-        return len(self.file_of)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model-type", choices=MODEL_TYPES, default="qwen3_moe")
+    add("--model-type", choices=MADE, default="qwen3_moe", help="[qwen3_moe]")
     add("--checkpoint", type=Path, help="folder with config.json and *.safetensors")
     add("--layer", type=int, default=1, help="of the model's layers [1]")
     options = parser.parse_args()
+    try:
+        import torch
+        import transformers
+    except ImportError as missing:
+        sys.exit(
+            f'flax_import.py needs the extra "hf-test": pip install "jax_ep[hf-test]" '
+            f"({missing})"
+        )
 
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
@@ -109,7 +89,8 @@ def main() -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
         )
-    block = model.model.layers[options.layer].mlp
+    decoder = model.model.layers[options.layer]
+    block = decoder.feed_forward if hasattr(decoder, "feed_forward") else decoder.mlp
 
     x = np.random.default_rng(0).normal(size=(*TOKENS, layer.config.hidden_size))
     x = x.astype(np.float32)
@@ -117,6 +98,7 @@ def main() -> None:
     with torch.no_grad():
         theirs = block(torch.tensor(x))
     theirs = (theirs[0] if isinstance(theirs, tuple) else theirs).numpy()
+    theirs = theirs.reshape(ours.shape)
     worst = np.abs(ours - theirs).max() / np.abs(theirs).max()
     print(f"slots per expert: {layer.stats.get_value().expert_load}")
     print(f"outputs differ by {worst:.1e} of the largest")
@@ -133,9 +115,10 @@ def load_layer(folder: Path, index: int) -> MoE:
     mesh = Mesh(np.array(devices[:num_ranks]), ("expert",))
     layer = MoE(config, mesh=mesh, rngs=nnx.Rngs(0))
 
-    part = "block_sparse_moe" if hf_config["model_type"] == "mixtral" else "mlp"
+    parts = dict(mixtral="block_sparse_moe", llama4_text="feed_forward")
+    part = parts.get(hf_config["model_type"], "mlp")
     params = load_hf_moe_layer(
-        Checkpoint(folder),
+        load_safetensors(folder),
         config,
         model_type=hf_config["model_type"],
         prefix=f"model.layers.{index}.{part}.",
@@ -151,6 +134,9 @@ def load_layer(folder: Path, index: int) -> MoE:
 
 
 def save_tiny_model(model_type: str, folder: Path) -> None:
+    import torch
+    import transformers
+
     known = transformers.AutoConfig.for_model(model_type).to_dict()
     settings = {name: value for name, value in TINY.items() if name in known}
     config = transformers.AutoConfig.for_model(model_type, **settings)

@@ -14,6 +14,7 @@ except ImportError as error:
 
 from jax_ep import record, sizing, stamps
 from jax_ep.check import check
+from jax_ep.checkpoint import load_safetensors
 from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
@@ -70,6 +71,7 @@ __all__ = [
     "init_params",
     "load_balance_loss",
     "load_hf_moe_layer",
+    "load_safetensors",
     "moe",
     "moe_stats",
     "param_specs",

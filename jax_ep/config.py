@@ -1,24 +1,40 @@
 """The description of a MoE layer, in the names its users already type."""
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Literal, Self
 
 from jax_ep.exchange import Exchange
+from jax_ep.names import fields_of
 
 ScoreFunc = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["top2_sum", "max"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "clipped_swiglu"]
+Activation = (
+    Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "clipped_swiglu"]
+    | Callable[[Any], Any]
+)
 BalanceScope = Literal["global", "sequence"]
+BalanceProbs = Literal["scores", "softmax_of_scores", "softmax_of_logits"]
+BalanceCounts = Literal["chosen", "best_scores"]
+
+ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "relu2",
+    "sigmoid",
+    "clipped_swiglu",
+)
 
 _CHOICES = dict(
     score_func=("softmax", "sigmoid", "sqrtsoftplus"),
     group_score=("top2_sum", "max"),
-    activation=("silu", "gelu", "gelu_tanh", "clipped_swiglu"),
     load_balance_scope=("global", "sequence"),
+    load_balance_probs=("scores", "softmax_of_scores", "softmax_of_logits"),
+    load_balance_counts=("chosen", "best_scores"),
     implementation=(None, "ffi", "xla"),
 )
 
@@ -28,7 +44,7 @@ class MoEConfig:
     """A MoE layer: sizes, router, experts, exchange and auxiliary losses.
 
     Frozen and hashable, so it can be a static argument. `MoEConfig.from_names` takes
-    the names of other libraries' configs.
+    whole configs of other libraries.
 
     Attributes:
       num_experts: E, over all ranks.
@@ -39,8 +55,11 @@ class MoEConfig:
         (DeepSeek-V3), or "sqrtsoftplus".
       norm_topk_prob: whether a token's K weights are divided by their sum. With
         "softmax" that is Mixtral's softmax over the chosen logits, and Qwen3's
-        renormalisation; False is OLMoE and Qwen2-MoE. Ignored where K = 1: the weight
-        would always be 1, and the router would learn nothing from the loss.
+        renormalisation; False is OLMoE and Qwen2-MoE. With K = 1 the weight is then
+        always 1 (times the scaling), and the router learns nothing from the model's
+        loss: right for a model that was trained so, wrong for one to be trained. So
+        None, the default, is True where K > 1 and no division where K = 1. (It becomes
+        True here if K > 1: in a `dataclasses.replace` to K = 1 give None again.)
       routed_scaling_factor: multiplies the weights (2.5 in DeepSeek-V3).
       n_group: groups of consecutive experts for group-limited routing; 1 is none.
       topk_group: groups that a token may choose from.
@@ -53,8 +72,14 @@ class MoEConfig:
       router_jitter_noise: eps of the multiplicative noise on the router's input
         (Switch); needs a `key` in the call, without one there is no noise.
       use_random_routing: benchmarks: random logits in place of the router's.
-      activation: "silu" and "gelu" gate as `act(gate) * up`; "gelu_tanh" is its tanh
-        form; "clipped_swiglu" is GPT-OSS's.
+      expert_scale: whether each expert has a trained factor that multiplies its
+        weights (Gemma 4).
+      weights_scale_input: whether a weight multiplies what its expert sees in place of
+        what it gives (Llama 4).
+      activation: "silu" and "gelu" gate as `act(gate) * up`, and so do "gelu_tanh" (its
+        tanh form), "relu", "relu2" (its square) and "sigmoid"; "clipped_swiglu" is
+        GPT-OSS's. Or a function `act` of a float32 array, elementwise and hashable, as
+        `jax.nn.mish` is.
       mlp_bias: whether the routed experts' projections have biases.
       fuse_gate_up: whether gate and up are one parameter `[E, H, 2F]`, gate first,
         and one grouped GEMM.
@@ -78,9 +103,14 @@ class MoEConfig:
       num_sms: most SMs that a CUDA kernel may use; None for the default.
       timeout_s: seconds after which a wait for another rank becomes an error.
       load_balance_loss_weight: of `load_balance_loss` in `MoEStats.aux_loss`. The loss
-        is 1 at balance, as Megatron's and DeepSeek's; Hugging Face's is K at balance,
-        so multiply its `router_aux_loss_coef` by K.
+        is 1 at balance, as Megatron's and DeepSeek's; Hugging Face's and MaxText's are
+        K at balance, so multiply their weight by K, as `from_names` does.
       load_balance_scope: over all tokens of all ranks, or per sequence.
+      load_balance_probs: the probabilities in it: the scores over their sum, or a
+        softmax of scores plus selection bias or of the logits (MaxText's, where scores
+        are not a softmax).
+      load_balance_counts: the slots counted in it: the chosen ones, or those of the K
+        best scores, without selection bias and groups (Megatron's).
       router_z_loss_weight: of `router_z_loss` in `MoEStats.aux_loss`.
     """
 
@@ -90,7 +120,7 @@ class MoEConfig:
     moe_intermediate_size: int
     # Router.
     score_func: ScoreFunc = "softmax"
-    norm_topk_prob: bool = True
+    norm_topk_prob: bool | None = None
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
@@ -100,6 +130,8 @@ class MoEConfig:
     selection_bias_update_rate: float = 1e-3
     router_jitter_noise: float = 0.0
     use_random_routing: bool = False
+    expert_scale: bool = False
+    weights_scale_input: bool = False
     # Experts.
     activation: Activation = "silu"
     mlp_bias: bool = False
@@ -119,6 +151,8 @@ class MoEConfig:
     # Losses.
     load_balance_loss_weight: float = 0.0
     load_balance_scope: BalanceScope = "global"
+    load_balance_probs: BalanceProbs = "scores"
+    load_balance_counts: BalanceCounts = "chosen"
     router_z_loss_weight: float = 0.0
 
     def __post_init__(self):
@@ -129,8 +163,11 @@ class MoEConfig:
             if field.type in (int, int | None) and not is_int:
                 if value is not None or field.type is int:
                     self._refuse(field.name, "must be an int")
-            if field.type is bool and not (isinstance(value, int) and value in (0, 1)):
-                self._refuse(field.name, "must be True or False")
+            if field.type in (bool, bool | None):
+                if value is None and field.type is not bool:
+                    continue
+                if not (isinstance(value, int) and value in (0, 1)):
+                    self._refuse(field.name, "must be True or False")
         for name in (
             "num_experts",
             "num_experts_per_tok",
@@ -145,6 +182,15 @@ class MoEConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, f"must be one of {choices}")
+        if not callable(self.activation) and self.activation not in ACTIVATIONS:
+            self._refuse("activation", f"must be one of {ACTIVATIONS} or a function")
+        if self.norm_topk_prob is None and self.num_experts_per_tok > 1:
+            object.__setattr__(self, "norm_topk_prob", True)
+        both = self.load_balance_probs, self.load_balance_counts
+        if both == ("softmax_of_scores", "best_scores"):
+            self._refuse("load_balance_counts", "must be 'chosen' with these probs")
+        if self.weights_scale_input and self.expert_scale:
+            self._refuse("weights_scale_input", "must be False with expert_scale")
         if self.num_experts_per_tok > self.num_experts:
             self._refuse(
                 "num_experts_per_tok",
@@ -221,64 +267,60 @@ class MoEConfig:
         )
 
     @classmethod
-    def from_names(cls, **names: Any) -> Self:
-        """Makes a config from the names of MaxText, Megatron, TE or Hugging Face.
+    def from_names(
+        cls,
+        *,
+        source: Literal["maxtext", "hf", "megatron"] | None = None,
+        **names: Any,
+    ) -> Self:
+        """Makes a config from a whole one of MaxText, Hugging Face or Megatron.
 
-        Every field of `MoEConfig` is a name, and so are these: see `ALIASES`;
-        `use_pre_softmax` (`norm_topk_prob` unless that is given, inverted);
-        `float32_gate_logits`, `float32_weight_sum` and `report_capacity_overflow`
-        (always so here, whatever they say); `use_ring_of_experts`,
-        `num_moe_token_chunks`, `expert_chunks` and other libraries' values of
-        `moe_implementation` (how rows travel: our exchange takes their place);
-        `shared_experts` and its aliases count experts. A name given as None is as if it
-        were not given.
+        The same name asks for different things in different libraries, so what a name
+        and its value mean is its source's: the layer computes, and trains, what that
+        library's does. `jax_ep/names/` has a table for each, which says where it was
+        read. What a config does not say is as `MoEConfig` has it.
+
+        - MaxText: resolved values of `base.yml`. Weights are a softmax over the chosen
+          logits whatever `norm_topk_prob` says, but for DeepSeek's, Llama 4's and Gemma
+          4's decoder blocks; `routed_bias` is the logits' bias, or with a score
+          function the choice's; the load-balance loss is per sequence.
+        - Hugging Face: `config.json`. With its `model_type` as `hf_moe_config` has it,
+          and with the load-balance loss, unless `output_router_logits` is False.
+        - Megatron: the command line's names or those of `TransformerConfig`, without
+          dashes or with them.
+
+        `load_balance_loss_weight` becomes K times MaxText's and Hugging Face's, whose
+        losses are K at balance. Over layers, Megatron adds the losses up, and so does
+        `MoEStats.aux_loss` of stacked calls; MaxText takes their mean, and Hugging Face
+        one loss over all layers' tokens, so divide by the number of MoE layers there.
+        A capacity factor bounds a rank's buffer here and each expert's share of it
+        elsewhere: as many rows in all, of which fewer are dropped.
 
         Args:
-          **names: what the user's config says.
+          source: whose names they are; None is told by names that only one has, and
+            without any they are `MoEConfig`'s own and plain ones of other libraries
+            (TransformerEngine, Marin), see `jax_ep/names/plain.py`.
+          **names: what the user's config says. None is as if it were not said. Names of
+            a known source that are not about a MoE layer are ignored.
 
         Returns:
           A `MoEConfig`.
 
         Raises:
-          TypeError: an unknown name, with the nearest known one; or a needed one is
-            missing. ValueError: two aliases of one field with different values, or a
-            value that is out of range or asks for what is not offered.
+          TypeError: a name that is not known and is about a MoE layer (or any, without
+            a source), with the nearest known one; or a needed one is missing.
+            ValueError: names of two sources; two names that set one field to different
+            values; a value that is out of range, or asks for what is not offered.
 
-        >>> MoEConfig.from_names(
-        ...     n_routed_experts=64, top_k=6, hidden_size=2048, intermediate_size=1408
-        ... ).num_experts
-        64
+        >>> config = MoEConfig.from_names(
+        ...     base_emb_dim=2048, base_moe_mlp_dim=768, num_experts=128,
+        ...     num_experts_per_tok=8, norm_topk_prob=False, vocab_size=151936,
+        ...     load_balance_loss_weight=0.001)
+        >>> config.norm_topk_prob, config.load_balance_loss_weight
+        (True, 0.008)
         """
-        fields = {field.name for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
-        given: dict[str, str] = {}  # Field: the name that set it.
-        pre_softmax = None
-        for name, value in names.items():
-            field = ALIASES.get(name, name)
-            if name == "use_pre_softmax":
-                pre_softmax = value
-                continue
-            if field in _HONOURED_ANYWAY:
-                continue
-            if field not in fields:
-                raise TypeError(f"jax_ep.MoEConfig: {_unknown(name, fields)}")
-            value = _translated(field, value)
-            if value is None:
-                continue
-            if field in values and values[field] != value:
-                raise ValueError(
-                    f"jax_ep.MoEConfig: {name} (={value!r}) and {given[field]} "
-                    f"(={values[field]!r}) both set {field}, and differ."
-                )
-            values[field] = value
-            given[field] = name
-        if pre_softmax is not None and values.get("score_func", "softmax") == "softmax":
-            if not pre_softmax and values.get("norm_topk_prob") is False:
-                raise ValueError(
-                    "jax_ep.MoEConfig: use_pre_softmax (=False) and norm_topk_prob "
-                    "(=False) differ: weights of a softmax over the top k sum to 1."
-                )
-            values.setdefault("norm_topk_prob", not pre_softmax)
+        fields = tuple(field.name for field in dataclasses.fields(cls))
+        values = fields_of(names, source, fields)
         missing = [
             field.name
             for field in dataclasses.fields(cls)
@@ -299,83 +341,3 @@ class MoEConfig:
 
     def _refuse(self, name: str, rule: str) -> None:
         raise ValueError(f"jax_ep.MoEConfig: {name} (={getattr(self, name)!r}) {rule}.")
-
-
-# Other names of a field.
-ALIASES = dict(
-    num_local_experts="num_experts",
-    n_routed_experts="num_experts",
-    num_experts_per_token="num_experts_per_tok",
-    top_k="num_experts_per_tok",
-    moe_topk="num_experts_per_tok",
-    base_moe_mlp_dim="moe_intermediate_size",
-    intermediate_dim="moe_intermediate_size",
-    intermediate_size="moe_intermediate_size",
-    ragged_buffer_factor="capacity_factor",
-    eval_ragged_buffer_factor="eval_capacity_factor",
-    routed_score_func="score_func",
-    score_function="score_func",
-    scoring_func="score_func",
-    routed_bias="selection_bias",
-    expert_bias="selection_bias",
-    routed_bias_update_rate="selection_bias_update_rate",
-    scaling_factor="routed_scaling_factor",
-    n_routing_groups="n_group",
-    num_groups="n_group",
-    topk_routing_group="topk_group",
-    group_topk="topk_group",
-    aux_loss_coeff="load_balance_loss_weight",
-    router_aux_loss_coef="load_balance_loss_weight",
-    z_loss="router_z_loss_weight",
-    router_z_loss_coef="router_z_loss_weight",
-    shared_experts="num_shared_experts",
-    n_shared_experts="num_shared_experts",
-    prefuse_moe_weights="fuse_gate_up",
-    moe_dropless_fallback="dropless_fallback",
-    moe_implementation="implementation",
-    hidden_act="activation",
-)
-
-# What these ask for holds here anyway, or is about a transport that ours replaces.
-_HONOURED_ANYWAY = (
-    "float32_gate_logits",
-    "float32_weight_sum",
-    "report_capacity_overflow",
-    "use_ring_of_experts",
-    "num_moe_token_chunks",
-    "expert_chunks",
-)
-
-# Values of `moe_implementation` elsewhere, all of them ways to move rows.
-_OTHER_TRANSPORTS = (
-    "deepep",
-    "fixed_all_to_all",
-    "fixed_pooled_wave_all_to_all",
-    "ragged_all_to_all",
-    "ring",
-    "scatter",
-    "sonic",
-    "sonic_cute",
-)
-
-_OTHER_ACTIVATIONS = dict(gelu_pytorch_tanh="gelu_tanh", gelu_new="gelu_tanh")
-
-
-def _translated(field: str, value: Any) -> Any:
-    """Another library's value of a field as ours."""
-    if field == "implementation" and value in _OTHER_TRANSPORTS:
-        return None
-    if field == "activation":
-        return _OTHER_ACTIVATIONS.get(value, value)
-    if field == "dropless_fallback" and value in ("layer", "step"):
-        return True  # MaxText's: where it starts over. Here rounds go on.
-    if field in ("n_group", "topk_group") and value in (-1, 0):
-        return None  # No groups.
-    return value
-
-
-def _unknown(name: str, fields: set[str]) -> str:
-    known = [*fields, *ALIASES, *_HONOURED_ANYWAY, "use_pre_softmax"]
-    nearest = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f": did you mean {nearest[0]}?" if nearest else "."
-    return f"{name} is not a name of a MoE layer{hint}"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.axis import vary_alike
-from jax_ep.config import Activation
+from jax_ep.config import ACTIVATIONS, Activation
 from jax_ep.grouped_matmul import grouped_matmul
 from jax_ep.layout import Handle, row_is_kept
 from jax_ep.params import MoEParams
@@ -14,6 +14,15 @@ from jax_ep.params import MoEParams
 # GPT-OSS: slope of the gate's sigmoid, and the bound on gate and up.
 _CLIPPED_ALPHA = 1.702
 _CLIPPED_LIMIT = 7.0
+
+_ACTIVATIONS = dict(
+    silu=jax.nn.silu,
+    gelu=functools.partial(jax.nn.gelu, approximate=False),
+    gelu_tanh=functools.partial(jax.nn.gelu, approximate=True),
+    relu=jax.nn.relu,
+    relu2=lambda gate: jnp.square(jax.nn.relu(gate)),
+    sigmoid=jax.nn.sigmoid,
+)
 
 
 @jax.named_scope("jax_ep.experts")
@@ -131,20 +140,21 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
     """`act(gate) * up` in float32 (arXiv:2002.05202); "clipped_swiglu" as below.
 
     GPT-OSS's model code: `gate = min(gate, 7)`, `up = clip(up, -7, 7)`, and
-    `(up + 1) * gate * sigmoid(1.702 * gate)`.
+    `(up + 1) * gate * sigmoid(1.702 * gate)`. "relu2" is `relu(gate)^2 * up`
+    (arXiv:2109.08668, section 3.1). A function is called with the gate.
     """
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    if activation == "silu":
-        return jax.nn.silu(gate) * up
-    if activation in ("gelu", "gelu_tanh"):
-        return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up
     if activation == "clipped_swiglu":
         gate = jnp.minimum(gate, _CLIPPED_LIMIT)
         up = jnp.clip(up, -_CLIPPED_LIMIT, _CLIPPED_LIMIT)
         return (up + 1) * gate * jax.nn.sigmoid(_CLIPPED_ALPHA * gate)
+    if callable(activation):
+        return activation(gate) * up
+    if activation in _ACTIVATIONS:
+        return _ACTIVATIONS[activation](gate) * up
     raise ValueError(
-        f"jax_ep.experts: activation (={activation!r}) must be 'silu', 'gelu', "
-        "'gelu_tanh' or 'clipped_swiglu'."
+        f"jax_ep.experts: activation (={activation!r}) must be one of {ACTIVATIONS} or "
+        "a function."
     )
 
 

@@ -228,17 +228,19 @@ def moe_stats(
     `-sum_e p_e log p_e`, and `max_load_ratio` is `max_e load_e / mean_e load_e`.
     """
     num_slots = handle.num_tokens * handle.num_topk
+    counted = routing.topk_idx
+    if config.load_balance_counts == "best_scores":
+        _, counted = lax.top_k(routing.probs, config.num_experts_per_tok)
+        counted = jnp.where(_is_token(routing.topk_idx)[:, None], counted, -1)
     if config.load_balance_scope == "sequence":
         shape = (num_sequences or 1, -1)
         balance = sequence_load_balance_loss(
             routing.probs.reshape(*shape, config.num_experts),
-            routing.topk_idx.reshape(*shape, config.num_experts_per_tok),
+            counted.reshape(*shape, config.num_experts_per_tok),
             axis_name=axis_name,
         )
     else:
-        balance = load_balance_loss(
-            routing.probs, routing.topk_idx, axis_name=axis_name
-        )
+        balance = load_balance_loss(routing.probs, counted, axis_name=axis_name)
     z = router_z_loss(routing.logits, routing.topk_idx, axis_name=axis_name)
     is_token = _is_token(routing.topk_idx)
     probs = lax.stop_gradient(routing.probs)

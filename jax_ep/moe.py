@@ -118,6 +118,7 @@ def moe(
         config,
         bias=params.router_bias,
         selection_bias=params.selection_bias,
+        expert_scale=params.expert_scale,
         token_mask=mask,
         key=key,
     )
@@ -206,6 +207,11 @@ def check_arrays(
 def _routed_experts(params, tokens, topk_weights, handle, bias, *, config):
     """Dispatch, experts, combine: what `in_rounds` may repeat."""
     recv_x, recv_weights = dispatch(tokens, handle, topk_weights)
+    if config.weights_scale_input:
+        scaled = recv_x.astype(jnp.float32) * recv_weights[:, None]
+        recv_x = scaled.astype(recv_x.dtype)
+        y = experts(recv_x, handle, params, activation=config.activation)
+        return combine(y, handle, bias=bias)
     # With an output bias, weights cannot go into the hidden activation.
     early, late = (None, recv_weights) if config.mlp_bias else (recv_weights, None)
     y = experts(

@@ -30,6 +30,7 @@ class MoEParams:
       router_bias: `[E]`, added to the logits.
       selection_bias: `[E]` float32, added to the scores for the choice only; no
         gradient reaches it.
+      expert_scale: `[E]`, multiplies each expert's weights.
       gate_up_proj: `[L, H, 2F]`, the gate's columns first, or None with the two below.
       gate_proj: `[L, H, F]`.
       up_proj: `[L, H, F]`.
@@ -48,6 +49,7 @@ class MoEParams:
     router_kernel: Any = None
     router_bias: Any = None
     selection_bias: Any = None
+    expert_scale: Any = None
     gate_up_proj: Any = None
     gate_proj: Any = None
     up_proj: Any = None
@@ -103,6 +105,8 @@ def param_info(config: MoEConfig) -> dict[str, ParamInfo]:
         info["router_bias"] = ParamInfo((e,), (None,), zeros)
     if config.selection_bias:
         info["selection_bias"] = ParamInfo((e,), (None,), zeros, trainable=False)
+    if config.expert_scale:
+        info["expert_scale"] = ParamInfo((e,), (None,), initializers.ones)
     into = ("expert", "hidden", "intermediate")
     if config.fuse_gate_up:
         info["gate_up_proj"] = ParamInfo((e, h, 2 * f), into, expert_kernel)

@@ -36,7 +36,7 @@ def load_hf_moe_layer(
     `*_scales`) are dequantised.
 
     Args:
-      tensors: names to arrays, e.g. from `safetensors.numpy.load_file`; values are what
+      tensors: names to arrays, e.g. from `load_safetensors`; values are what
         `numpy.asarray` takes.
       config: from `hf_moe_config`; `fuse_gate_up` says which form is made.
       model_type: one of `MODEL_TYPES`.
@@ -129,7 +129,8 @@ def export_hf_moe_layer(
       model_type: one of `MODEL_TYPES`.
       prefix: put before each name.
       stacked: experts stacked, as recent `transformers` hold them in memory; False is
-        per expert, as published checkpoints are. GPT-OSS is always stacked.
+        per expert, as published checkpoints are. GPT-OSS and Llama 4 are always
+        stacked.
 
     Returns:
       Names to NumPy arrays, in the parameters' dtypes.
@@ -167,6 +168,9 @@ def export_hf_moe_layer(
         out["experts.down_proj"] = down
         out["experts.gate_up_proj_bias"] = _interleave(*split("", "bias"))
         out["experts.down_proj_bias"] = values["down_bias"]
+    elif names.in_out:
+        out["experts.gate_up_proj"] = np.concatenate([gate, up], axis=2)
+        out["experts.down_proj"] = down
     elif stacked:
         gate_up = np.concatenate([gate, up], axis=2)
         out["experts.gate_up_proj"] = gate_up.swapaxes(1, 2)
@@ -215,6 +219,9 @@ def _shapes(
             yield "experts.down_proj", (e, f, h)
         yield "experts.gate_up_proj_bias", (e, 2 * f)
         yield "experts.down_proj_bias", (e, h)
+    elif names.in_out:
+        yield "experts.gate_up_proj", (e, h, 2 * f)
+        yield "experts.down_proj", (e, f, h)
     elif spelling == _STACKED:
         yield "experts.gate_up_proj", (e, 2 * f, h)
         yield "experts.down_proj", (e, h, f)
@@ -248,6 +255,9 @@ def _read_experts(names: Names, config: MoEConfig, spelling: str, weight) -> dic
         put("bias", gate_up[..., ::2], gate_up[..., 1::2])
         values["down_proj"] = weight("experts.down_proj")
         values["down_bias"] = weight("experts.down_proj_bias")
+    elif names.in_out:
+        put("proj", *np.split(weight("experts.gate_up_proj"), 2, axis=2))
+        values["down_proj"] = weight("experts.down_proj")
     elif spelling == _STACKED:
         gate_up = weight("experts.gate_up_proj").swapaxes(1, 2)
         put("proj", *np.split(gate_up, 2, axis=2))

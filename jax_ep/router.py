@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.config import GroupScore, MoEConfig, ScoreFunc
+from jax_ep.config import BalanceProbs, GroupScore, MoEConfig, ScoreFunc
 
 
 @jax.tree_util.register_dataclass
@@ -17,7 +17,7 @@ class Routing:
     Attributes:
       topk_idx: `[T, K]` int32, distinct ids in a row; -1 in masked rows.
       topk_weights: `[T, K]` float32; 0 in masked rows.
-      probs: `[T, E]` float32, the scores over all experts, summing to 1 in a row; what
+      probs: `[T, E]` float32, probabilities of all experts, summing to 1 in a row; what
         a load-balance loss takes.
       logits: `[T, E]` float32.
     """
@@ -35,6 +35,7 @@ def router(
     *,
     bias: jax.Array | None = None,
     selection_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> Routing:
@@ -48,6 +49,7 @@ def router(
       config: how to score and to choose.
       bias: `[E]`, added to the logits.
       selection_bias: `[E]` float32, see `topk_routing`.
+      expert_scale: `[E]`, see `topk_routing`.
       token_mask: `[T]` bool, False for tokens that go nowhere. Their x may be NaN.
       key: for the jitter noise and random routing. Without it there is no noise.
 
@@ -78,6 +80,8 @@ def router(
         topk_group=config.topk_group,
         group_score=config.group_score,
         selection_bias=selection_bias,
+        expert_scale=expert_scale,
+        probs_from=config.load_balance_probs,
         token_mask=token_mask,
     )
 
@@ -88,12 +92,14 @@ def topk_routing(
     *,
     num_experts_per_tok: int,
     score_func: ScoreFunc = "softmax",
-    norm_topk_prob: bool = True,
+    norm_topk_prob: bool | None = None,
     routed_scaling_factor: float = 1.0,
     n_group: int = 1,
     topk_group: int = 1,
     group_score: GroupScore = "top2_sum",
     selection_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+    probs_from: BalanceProbs = "scores",
     token_mask: jax.Array | None = None,
 ) -> Routing:
     """Chooses K experts per token from the router's logits.
@@ -111,6 +117,8 @@ def topk_routing(
       of their two best; experts by score + bias, weights from the scores without it,
       normalised and scaled. Its code divides by the sum + 1e-20, whose derivative
       overflows where all scores vanish; here the quotient is a softmax of log scores.
+    - Llama 4: sigmoid scores, `norm_topk_prob=False`; the weights multiply the experts'
+      input, see `MoEConfig.weights_scale_input`.
     - sqrt-softplus scores, `sqrt(log(1 + exp(logit)))`, in place of the sigmoid
       (DeepSeek-V4, as MaxText has it).
 
@@ -118,13 +126,15 @@ def topk_routing(
       logits: `[T, E]`, cast to float32.
       num_experts_per_tok: K.
       score_func: "softmax", "sigmoid" or "sqrtsoftplus".
-      norm_topk_prob: divide the K weights by their sum. Ignored for K = 1, as
-        DeepSeek's code does: the weight would be 1, and its gradient 0.
+      norm_topk_prob: divide the K weights by their sum; None does where K > 1. With
+        K = 1 the weight is 1 if True, and its gradient 0.
       routed_scaling_factor: multiplies the weights.
       n_group: groups of E / n_group consecutive experts.
       topk_group: groups a token chooses from.
       group_score: "top2_sum" or "max", of score + bias.
       selection_bias: `[E]`, added to the scores for the choice alone; no gradient.
+      expert_scale: `[E]`, multiplies the weights of each expert (Gemma 4).
+      probs_from: what `Routing.probs` are, see `MoEConfig.load_balance_probs`.
       token_mask: `[T]` bool; False rows get ids -1 and weights 0.
 
     Returns:
@@ -168,12 +178,14 @@ def topk_routing(
     _, topk_idx = lax.top_k(choice, num_experts_per_tok)
     weights = jnp.take_along_axis(log_scores, topk_idx, axis=1)
     # A score over a sum of scores is a softmax of their logarithms.
-    if norm_topk_prob and num_experts_per_tok > 1:
+    if norm_topk_prob or (norm_topk_prob is None and num_experts_per_tok > 1):
         weights = jax.nn.softmax(weights, axis=1)
     else:
         weights = jnp.exp(weights)
     weights *= routed_scaling_factor
-    probs = jax.nn.softmax(log_scores, axis=1)
+    if expert_scale is not None:
+        weights *= expert_scale.astype(jnp.float32)[topk_idx]
+    probs = _probs(logits, log_scores, selection_bias, probs_from)
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         weights = jnp.where(token_mask[:, None], weights, 0)
@@ -215,6 +227,22 @@ def _log_scores(logits: jax.Array, score_func: ScoreFunc) -> jax.Array:
     is_small = logits < -20
     softplus = jax.nn.softplus(jnp.where(is_small, 0, logits))
     return jnp.where(is_small, logits, jnp.log(softplus)) / 2
+
+
+def _probs(logits, log_scores, selection_bias, probs_from: BalanceProbs) -> jax.Array:
+    if probs_from == "scores":
+        return jax.nn.softmax(log_scores, axis=1)
+    if probs_from == "softmax_of_logits":
+        return jax.nn.softmax(logits, axis=1)
+    if probs_from != "softmax_of_scores":
+        raise ValueError(
+            f"jax_ep.topk_routing: probs_from (={probs_from!r}) must be 'scores', "
+            "'softmax_of_scores' or 'softmax_of_logits'."
+        )
+    scores = jnp.exp(log_scores)
+    if selection_bias is not None:
+        scores += lax.stop_gradient(selection_bias).astype(jnp.float32)[None]
+    return jax.nn.softmax(scores, axis=1)
 
 
 def _limit_to_groups(choice, n_group, topk_group, group_score):

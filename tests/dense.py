@@ -64,7 +64,7 @@ def choose(scores, config, selection_bias=None) -> np.ndarray:
 def weights_of(xp, scores, ids, config):
     """`[n, K]`."""
     weights = xp.take_along_axis(scores, ids, axis=1)
-    if config.norm_topk_prob and config.num_experts_per_tok > 1:
+    if config.norm_topk_prob:
         weights = weights / weights.sum(1, keepdims=True)
     return weights * config.routed_scaling_factor
 

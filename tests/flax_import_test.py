@@ -10,9 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "flax_import.py"
 MISSING = [
-    name
-    for name in ("safetensors", "torch", "transformers")
-    if importlib.util.find_spec(name) is None
+    name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None
 ]
 
 
@@ -42,3 +40,8 @@ def test_says_what_is_missing():
         'flax_import.py needs the extra "hf-test": pip install "jax_ep[hf-test]" '
         f"(No module named '{MISSING[0]}')\n"
     )
+
+
+def test_help_needs_nothing():
+    done = run("--help")
+    assert done.returncode == 0 and "--checkpoint" in done.stdout, done.stderr

@@ -4,6 +4,7 @@ Needs the extra `hf-test` (torch and transformers). JAX_EP_REQUIRE_HF=1 makes th
 absence a failure.
 """
 
+import functools
 import os
 
 import jax
@@ -20,7 +21,6 @@ from jax_ep.pretrained import export_hf_moe_layer, load_hf_moe_layer
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 try:
-    import safetensors.numpy
     import torch
     import transformers
 except ImportError as missing:
@@ -87,19 +87,69 @@ MODELS = {
         dict(MLA, n_shared_experts=1, n_group=4, topk_group=2),
     ),
     "gpt_oss": ("gpt_oss", LOCAL),
+    "qwen3_next": (
+        "qwen3_next",
+        dict(
+            QWEN,
+            shared_expert_intermediate_size=20,
+            layer_types=["full_attention"],
+        ),
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        dict(MLA, n_shared_experts=1, routed_scaling_factor=1.5),
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        dict(
+            MLA,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            mlp_layer_types=["sparse"],
+            index_n_heads=2,
+            index_head_dim=8,
+            index_topk=4,
+        ),
+    ),
+    "llama4_text": (
+        "llama4_text",
+        dict(LOCAL, intermediate_size_mlp=48, interleave_moe_layer_step=1),
+    ),
 }
+# Kimi K2 is DeepSeek-V3's code with another config; transformers has no type of it.
+MODELS["kimi_k2"] = (
+    "deepseek_v3",
+    dict(MLA, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.827),
+)
+# Types whose config says whether weights are normalised, and the others.
+NORMALISE = [
+    (case, norm)
+    for case in MODELS
+    if case == MODELS[case][0] or case == "kimi_k2"
+    for norm in (
+        (None,)
+        if case in ("mixtral", "gpt_oss", "llama4_text", "deepseek_v2")
+        else (True, False)
+    )
+]
 # The names of published checkpoints, before the layer's part of them.
-BLOCK = {"mixtral": "model.layers.0.block_sparse_moe."}
+BLOCK = {
+    "mixtral": "model.layers.0.block_sparse_moe.",
+    "llama4_text": "model.layers.0.feed_forward.",
+}
 SPREAD = 0.5  # Of random weights: experts differ, and GPT-OSS's limits are met.
 
 
-def model_of(case: str):
+def model_of(case: str, **more):
     """The config and a model with random weights, everywhere far from zero."""
     model_type, settings = MODELS[case]
-    config = transformers.AutoConfig.for_model(model_type, **{**TINY, **settings})
+    settings = {**TINY, **settings, **more}
+    config = transformers.AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    block = model.model.layers[0].mlp
+    layer = model.model.layers[0]
+    block = layer.feed_forward if model_type == "llama4_text" else layer.mlp
     with torch.no_grad():
         for tensor in [*block.parameters(), *block.buffers()]:
             tensor.normal_(std=SPREAD)
@@ -118,6 +168,7 @@ def theirs(block, x, target):
     tokens = torch.tensor(x, requires_grad=True)
     out = block(tokens)
     out = out[0] if isinstance(out, tuple) else out
+    out = out.reshape(x.shape)
     (out * torch.tensor(target)).sum().backward()
     grads = {name: value.grad.numpy() for name, value in block.named_parameters()}
     return out.detach().numpy(), tokens.grad.numpy(), grads
@@ -144,12 +195,43 @@ def assert_close(got, want, name):
     )
 
 
+def our_type(case: str) -> str:
+    return case if case == "kimi_k2" else MODELS[case][0]
+
+
+def settings_of(hf_config, case: str) -> dict:
+    return {**hf_config.to_dict(), "model_type": our_type(case)}
+
+
+@pytest.mark.parametrize("num_topk", [1, 2])
+@pytest.mark.parametrize("case, norm", NORMALISE)
+def test_weights_of_one_expert_and_of_two(case, norm, num_topk):
+    """Normalised, one expert's weight is 1; some of its owners train it so."""
+    more = {} if norm is None else dict(norm_topk_prob=norm)
+    hf_config, _, block = model_of(case, num_experts_per_tok=num_topk, **more)
+    model_type = our_type(case)
+    config = hf_moe_config(settings_of(hf_config, case))
+    if num_topk == 1 and norm is not None:
+        assert config.norm_topk_prob == norm
+    tensors = {name: value.numpy() for name, value in block.state_dict().items()}
+    params = load_hf_moe_layer(tensors, config, model_type=model_type)
+    x, _ = inputs()
+    with torch.no_grad():
+        want = block(torch.tensor(x))
+    want = (want[0] if isinstance(want, tuple) else want).reshape(x.shape)
+    run = jax.jit(
+        functools.partial(jax_ep.sharded_moe, mesh=CPU_FFI.mesh(expert=4)),
+        static_argnums=2,
+    )
+    assert_close(np.asarray(run(x, params, config)[0]), want.numpy(), "out")
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("case", MODELS)
 def test_outputs_and_gradients(case, fused):
     hf_config, _, block = model_of(case)
-    model_type = hf_config.model_type
-    config = hf_moe_config(hf_config, fuse_gate_up=fused)
+    model_type = our_type(case)
+    config = hf_moe_config(settings_of(hf_config, case), fuse_gate_up=fused)
     assert config.num_experts == EXPERTS and config.hidden_size == HIDDEN
     tensors = {name: value.numpy() for name, value in block.state_dict().items()}
     params = load_hf_moe_layer(tensors, config, model_type=model_type)
@@ -167,16 +249,14 @@ def test_outputs_and_gradients(case, fused):
         assert_close(grads[name], want, name)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case, (model_type, _) in MODELS.items() if case == model_type]
-)
+@pytest.mark.parametrize("case", [case for case in MODELS if case == our_type(case)])
 def test_published_spelling(case, tmp_path):
     """What `save_pretrained` writes loads, and what we export is what it wrote."""
     hf_config, model, block = model_of(case)
-    model_type = hf_config.model_type
+    model_type = our_type(case)
     model.save_pretrained(tmp_path)
-    saved = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    config = hf_moe_config(hf_config)
+    saved = jax_ep.load_safetensors(tmp_path)
+    config = hf_moe_config(settings_of(hf_config, case))
     prefix = BLOCK.get(model_type, "model.layers.0.mlp.")
     params = load_hf_moe_layer(saved, config, model_type=model_type, prefix=prefix)
     in_memory = {name: value.numpy() for name, value in block.state_dict().items()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_ep import dequantize, hf_models, pretrained
+from jax_ep.checkpoint import load_safetensors
 from jax_ep.config import MoEConfig
 from jax_ep.hf_models import MODEL_TYPES, hf_moe_config
 from jax_ep.params import init_params, param_info
@@ -56,7 +58,19 @@ HF_CONFIGS = dict(
     gpt_oss=dict(
         num_local_experts=E, intermediate_size=F, hidden_act="silu", swiglu_limit=7.0
     ),
+    llama4_text=dict(
+        num_local_experts=E, intermediate_size=F, intermediate_size_mlp=99
+    ),
 )
+HF_CONFIGS["deepseek_v32"] = HF_CONFIGS["deepseek_v3"]
+# Moonshot's config.json says null for what it has none of.
+HF_CONFIGS["kimi_k2"] = dict(
+    HF_CONFIGS["deepseek_v3"], n_group=1, topk_group=1, n_shared_experts=None
+)
+HF_CONFIGS["glm4_moe"] = dict(
+    n_routed_experts=E, moe_intermediate_size=F, n_shared_experts=1
+)
+HF_CONFIGS["qwen3_next"] = HF_CONFIGS["qwen2_moe"]
 
 
 def hf(model_type: str) -> dict:
@@ -113,7 +127,22 @@ def test_configs():
         gpt_oss=MoEConfig(
             activation="clipped_swiglu", router_bias=True, mlp_bias=True, **sizes
         ),
+        llama4_text=MoEConfig(
+            score_func="sigmoid",
+            norm_topk_prob=False,
+            weights_scale_input=True,
+            num_shared_experts=1,
+            **sizes,
+        ),
     )
+    v3 = want["deepseek_v3"]
+    no_groups = dict(n_group=1, topk_group=1)
+    want["deepseek_v32"] = v3
+    want["glm4_moe"] = dataclasses.replace(v3, routed_scaling_factor=1.0, **no_groups)
+    want["kimi_k2"] = dataclasses.replace(
+        v3, routed_scaling_factor=2.827, num_shared_experts=0, **no_groups
+    )
+    want["qwen3_next"] = dataclasses.replace(want["qwen2_moe"], norm_topk_prob=True)
     for model_type in MODEL_TYPES:
         assert hf_moe_config(hf(model_type)) == want[model_type], model_type
     config = hf_moe_config(hf("mixtral"), capacity_factor=1.25, expert_alignment=8)
@@ -251,7 +280,8 @@ def test_other_messages():
     config, tensors = tensors_of("qwen3_moe")
     assert refusal(tensors, config, "llama") == (
         "jax_ep.load_hf_moe_layer: model_type (='llama') must be one of mixtral, "
-        "qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, gpt_oss."
+        "qwen2_moe, qwen3_moe, qwen3_next, olmoe, deepseek_v2, deepseek_v3, "
+        "deepseek_v32, kimi_k2, glm4_moe, gpt_oss, llama4_text."
     )
     params = load_hf_moe_layer(tensors, config, model_type="qwen3_moe", prefix="b.")
     with pytest.raises(ValueError) as error:
@@ -386,3 +416,102 @@ def test_fp8_without_its_scale_is_named():
     assert refusal(tensors, config, "qwen3_moe") == (
         f"jax_ep.load_hf_moe_layer: missing: {name}_scale_inv."
     )
+
+
+def write_safetensors(path, tensors):
+    """The format, by hand: length, JSON header, bytes."""
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, (dtype, array) in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        header[name] = dict(
+            dtype=dtype,
+            shape=list(array.shape),
+            data_offsets=[len(data), len(data) + len(raw)],
+        )
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_fp8_checkpoint_from_its_file(tmp_path):
+    """E4M3 by its bits: 1.5, -0.875, 448 and the least denormal, times the scale."""
+    bits = np.zeros((F, H), np.uint8)
+    bits[0, :4] = 0x3C, 0xB6, 0x7E, 0x01
+    want = np.zeros((F, H), np.float32)
+    want[0, :4] = 1.5, -0.875, 448, 2.0**-9
+    config, tensors = tensors_of("deepseek_v3")
+    stored = {name: ("F32", array) for name, array in tensors.items()}
+    stored["b.gate.weight"] = ("BF16", tensors["b.gate.weight"].astype(jnp.bfloat16))
+    name = "b.experts.3.up_proj.weight"
+    stored[name] = ("F8_E4M3", bits)
+    stored[f"{name}_scale_inv"] = ("F32", np.full((1, 1), 0.5, np.float32))
+    names = list(stored)
+    for shard, part in enumerate((names[:5], names[5:])):
+        path = tmp_path / f"model-{shard}.safetensors"
+        write_safetensors(path, {name: stored[name] for name in part})
+    read = load_safetensors(tmp_path)
+    assert list(read) == names
+    assert read[name].dtype == jnp.float8_e4m3fn
+    assert read["b.gate.weight"].dtype == jnp.bfloat16
+    assert not read[name].flags.writeable
+    params = load_hf_moe_layer(
+        read, config, model_type="deepseek_v3", prefix="b.", dtype=np.float32
+    )
+    np.testing.assert_array_equal(params.gate_up_proj[3, :, F:], 0.5 * want.T)
+    np.testing.assert_array_equal(
+        params.down_proj[2], tensors["b.experts.2.down_proj.weight"].T
+    )
+    np.testing.assert_array_equal(
+        params.router_kernel, stored["b.gate.weight"][1].astype(np.float32).T
+    )
+
+
+def test_safetensors_of_every_dtype(tmp_path):
+    values = np.arange(6).reshape(2, 3)
+    dtypes = dict(F64=np.float64, F16=np.float16, BF16=jnp.bfloat16, I64=np.int64)
+    dtypes.update(F8_E5M2=jnp.float8_e5m2, F8_E4M3=jnp.float8_e4m3fn, BOOL=np.bool_)
+    dtypes.update(U8=np.uint8, I8=np.int8, U16=np.uint16, I32=np.int32)
+    tensors = {name: (name, values.astype(dtype)) for name, dtype in dtypes.items()}
+    tensors["scalar"] = ("F32", np.array(2.5, np.float32))
+    tensors["empty"] = ("F32", np.zeros((0, 4), np.float32))
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    read = load_safetensors(tmp_path / "a.safetensors")
+    assert set(read) == set(tensors)
+    for name, (_, array) in tensors.items():
+        assert read[name].dtype == array.dtype and read[name].shape == array.shape
+        np.testing.assert_array_equal(read[name], array)
+
+
+def test_safetensors_that_are_damaged(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, dict(w=("F32", np.zeros((2, 3), np.float32))))
+    whole = path.read_bytes()
+
+    def message(content: bytes) -> str:
+        path.write_bytes(content)
+        with pytest.raises(ValueError) as error:
+            load_safetensors(path)
+        return str(error.value).removeprefix(
+            f"jax_ep.load_safetensors: path (={str(path)!r}) "
+        )
+
+    assert message(whole[:-1]) == (
+        "must have 24 bytes of w, and has them at 0 to 24 of 23."
+    )
+    assert message(b"") == "must begin with its header's length, and has 0 bytes."
+    assert message(whole[:20]).startswith("must begin with its header's length")
+    assert message(b"\xff" * 40).startswith("must begin with its header's length")
+    assert message(whole[:8] + b"[" + whole[9:]).startswith("must have a JSON header (")
+    assert message(whole.replace(b'"F32"', b'"F4X"')).startswith(
+        "has w in F4X, which must be one of ['BOOL', 'U8', "
+    )
+    assert message(whole.replace(b'"shape"', b'"share"')).startswith(
+        "must say dtype, shape and data_offsets of w (KeyError"
+    )
+    for shard in "ab":
+        (tmp_path / f"{shard}.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match="must not repeat w of another file.$"):
+        load_safetensors(tmp_path)
+    with pytest.raises(FileNotFoundError, match="must have .safetensors files in it"):
+        (tmp_path / "none").mkdir()
+        load_safetensors(tmp_path / "none")
