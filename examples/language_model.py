@@ -44,15 +44,24 @@ class Block(nnx.Module):
         self.attention_norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
         self.attention = Attention(config.hidden_size, rngs)
         self.moe_norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
-        self.moe = MoE(config, keep_topk_idx=keep_topk_idx, rngs=rngs)
+        # Statistics are returned, so that generation changes no state.
+        self.moe = MoE(
+            config, keep_topk_idx=keep_topk_idx, record_stats=False, rngs=rngs
+        )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, deterministic: bool):
         x = x + self.attention(self.attention_norm(x))
-        return x + self.moe(self.moe_norm(x))
+        y, stats = self.moe(
+            self.moe_norm(x), deterministic=deterministic, return_stats=True
+        )
+        return x + y, stats
 
 
 class LanguageModel(nnx.Module):
-    """Bytes `[B, S]` to the logits `[B, S, 256]` of the bytes after them."""
+    """Bytes `[B, S]` to the logits `[B, S, 256]` of the bytes after them.
+
+    The statistics of its MoE layers come with them, stacked.
+    """
 
     def __init__(
         self,
@@ -69,26 +78,21 @@ class LanguageModel(nnx.Module):
         )
         self.norm = nnx.RMSNorm(hidden, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, *, deterministic: bool = False
+    ) -> tuple[jax.Array, MoEStats]:
         x = self.embed(tokens)
+        each = []
         for block in self.blocks:
-            x = block(x)
-        return self.embed.attend(self.norm(x))
+            x, stats = block(x, deterministic)
+            each.append(stats)
+        logits = self.embed.attend(self.norm(x))
+        return logits, jax.tree.map(lambda *layers: jnp.stack(layers), *each)
 
 
-def logits_and_stats(
-    model: LanguageModel, tokens: jax.Array
-) -> tuple[jax.Array, MoEStats]:
-    """The logits, and the statistics of all MoE layers, stacked."""
-    model = nnx.clone(model)  # MoE layers leave their statistics in the copy.
-    logits = model(tokens)
-    stats = [block.moe.stats.get_value() for block in model.blocks]
-    return logits, jax.tree.map(lambda *layers: jnp.stack(layers), *stats)
-
-
-def loss_and_stats(model: LanguageModel, windows: jax.Array):
+def loss_and_stats(model: LanguageModel, windows: jax.Array, **static: bool):
     """Nats per byte on all but each window's first byte, and the statistics."""
-    logits, stats = logits_and_stats(model, windows[:, :-1])
+    logits, stats = model(windows[:, :-1], **static)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return losses.mean(), stats
 
@@ -113,7 +117,7 @@ def train_step(model: LanguageModel, optimizer: nnx.Optimizer, windows: jax.Arra
 
 @nnx.jit
 def evaluation_step(model: LanguageModel, windows: jax.Array) -> jax.Array:
-    return loss_and_stats(model, windows)[0]
+    return loss_and_stats(model, windows, deterministic=True)[0]
 
 
 @nnx.jit(static_argnames=("length", "temperature"))
@@ -128,7 +132,7 @@ def generate(
     """`[B, length]` bytes to follow `context` `[B, S]`, which slides over them."""
 
     def next_byte(context, key):
-        logits, _ = logits_and_stats(model, context)
+        logits, _ = model(context, deterministic=True)
         byte = jax.random.categorical(key, logits[:, -1] / temperature)
         byte = byte.astype(context.dtype)
         return jnp.append(context[:, 1:], byte[:, None], axis=1), byte

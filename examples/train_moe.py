@@ -32,7 +32,7 @@ CPU_DEVICES = 8
 OUT = Path("runs/train_moe")
 RECORD_EVERY = 10
 # What a checkpoint fixes: its arrays' shapes, and the order of its batches.
-FIXED = ("layers", "hidden", "experts", "topk", "seed")
+FIXED = ("layers", "hidden", "experts", "topk", "seed", "selection_bias_rate")
 
 
 def main() -> int:
@@ -144,6 +144,16 @@ def factor(text: str) -> float | None:
         ) from None
 
 
+def rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), and is {text!r}")
+    return value
+
+
 def command_line() -> Parser:
     parser = Parser(
         description=__doc__,
@@ -185,6 +195,13 @@ def command_line() -> Parser:
         metavar="X",
         help="room at a device for X times its fair share of rows; more are dropped "
         f"and counted. none: room for all [{default.capacity_factor}]",
+    )
+    model(
+        "--selection-bias-rate",
+        type=rate,
+        metavar="X",
+        help="balances experts by a bias on their choice, moved by X after each step, "
+        f"in place of a loss (1e-3 in DeepSeek-V3) [{default.selection_bias_rate:g}]",
     )
     devices = parser.add_argument_group("devices").add_argument
     devices("--data", type=at_least(1), metavar="N", help="size of the data axis")
@@ -234,10 +251,11 @@ def choose_settings(given: dict, path: Path, resume: bool) -> Settings:
         saved = json.loads(path.read_text())
     settings = Settings(**(saved | given))
     for name in FIXED if resume else ():
-        if getattr(settings, name) != saved[name]:
+        began = getattr(Settings(**saved), name)
+        if getattr(settings, name) != began:
             raise ValueError(
-                f"--{name} must stay {saved[name]}, with which {path.parent} began, "
-                f"and is {given[name]}"
+                f"--{name.replace('_', '-')} must stay {began}, with which "
+                f"{path.parent} began, and is {given[name]}"
             )
     if settings.hidden % lm.HEAD_WIDTH:
         raise ValueError(

@@ -20,6 +20,7 @@ from rich import progress
 from rich.console import Console
 
 from jax_ep import MoEConfig
+from jax_ep.nnx import SelectionBias
 from jax_ep.record import Recorder
 
 CONTEXT = 128  # Bytes that the model sees.
@@ -42,6 +43,7 @@ class Settings:
     experts: int = 8
     topk: int = 2
     capacity_factor: float | None = 1.5
+    selection_bias_rate: float = 0.0
     data: int | None = None
     expert: int | None = None
     implementation: str | None = None
@@ -74,7 +76,12 @@ class Run:
             hidden_size=settings.hidden,
             moe_intermediate_size=2 * settings.hidden,
             capacity_factor=settings.capacity_factor,
-            load_balance_loss_weight=BALANCE_LOSS,
+            # Experts are balanced by the bias, where there is one, or by the loss.
+            selection_bias=settings.selection_bias_rate > 0,
+            selection_bias_update_rate=settings.selection_bias_rate,
+            load_balance_loss_weight=(
+                0.0 if settings.selection_bias_rate > 0 else BALANCE_LOSS
+            ),
             router_z_loss_weight=ROUTER_Z_LOSS,
             implementation=settings.implementation,
         )
@@ -99,7 +106,7 @@ class Run:
         return len(self.history["loss"])
 
     def state(self) -> dict[str, nnx.State]:
-        model = nnx.state(self.model, nnx.Param)
+        model = nnx.state(self.model, (nnx.Param, SelectionBias))
         return dict(model=model, optimizer=nnx.state(self.optimizer))
 
     def save(self) -> None:

@@ -68,7 +68,10 @@ class MoEConfig:
       router_bias: whether the router's logits have a trained bias (GPT-OSS).
       selection_bias: whether a bias that no gradient trains is added to the scores for
         the choice of experts only (DeepSeek-V3).
-      selection_bias_update_rate: step of `selection_bias_update`.
+      selection_bias_update_rate: step of `selection_bias_update`, which the Flax layers
+        apply in training calls (1e-3 in DeepSeek-V3); 0 leaves the bias alone.
+      selection_bias_update_every: training calls whose loads one update takes together:
+        the micro-batches of a step where gradients are accumulated.
       router_jitter_noise: eps of the multiplicative noise on the router's input
         (Switch); needs a `key` in the call, without one there is no noise.
       use_random_routing: benchmarks: random logits in place of the router's.
@@ -127,7 +130,8 @@ class MoEConfig:
     group_score: GroupScore = "top2_sum"
     router_bias: bool = False
     selection_bias: bool = False
-    selection_bias_update_rate: float = 1e-3
+    selection_bias_update_rate: float = 0.0
+    selection_bias_update_every: int = 1
     router_jitter_noise: float = 0.0
     use_random_routing: bool = False
     expert_scale: bool = False
@@ -176,6 +180,7 @@ class MoEConfig:
             "n_group",
             "topk_group",
             "expert_alignment",
+            "selection_bias_update_every",
         ):
             if getattr(self, name) < 1:
                 self._refuse(name, "must be at least 1")

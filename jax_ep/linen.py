@@ -15,6 +15,7 @@ except ImportError as error:
     ) from error
 
 from jax_ep.config import MoEConfig
+from jax_ep.losses import SelectionLoads, next_selection_bias
 from jax_ep.params import MoEParams, ParamInfo, names_of, param_info, param_specs
 from jax_ep.placement import Placement
 from jax_ep.sharded import sharded_moe
@@ -32,6 +33,10 @@ class MoE(nn.Module):
     Sows the call's `MoEStats` as `moe_stats` into `intermediates`, and its weighted
     auxiliary loss as `moe_aux_loss` into `losses`: add the leaves of that collection to
     the loss. The RNG stream `router`, where given, feeds jitter noise.
+
+    With a `selection_bias_update_rate`, a call that is not deterministic and has
+    `moe_state` among its mutable collections updates the selection bias in it, by the
+    call's loads over all ranks.
 
     Attributes:
       config: the layer.
@@ -82,7 +87,8 @@ class MoE(nn.Module):
         token_mask: jax.Array | None = None,
         deterministic: bool = False,
         placement: Placement | None = None,
-    ) -> jax.Array:
+        return_stats: bool = False,
+    ) -> Any:
         """Applies the layer; see `sharded_moe` for the arguments and `moe` for more.
 
         Args:
@@ -90,9 +96,10 @@ class MoE(nn.Module):
           token_mask: bool, `x.shape[:-1]`; False for padding tokens.
           deterministic: as `MoEConfig.evaluation()` has it.
           placement: which rank holds which experts, from `plan_placement`.
+          return_stats: whether to return the `MoEStats` too.
 
         Returns:
-          `[B, ..., H]`, in `dtype`.
+          `[B, ..., H]`, in `dtype`; with `return_stats` a pair of that and `MoEStats`.
         """
         specs = param_specs(self.config, expert=self.axis_name, hidden=self.fsdp_axis)
         names = specs
@@ -117,8 +124,11 @@ class MoE(nn.Module):
             placement=placement,
             keep_topk_idx=self.keep_topk_idx,
         )
+        if not deterministic:
+            self._update_selection_bias(stats.expert_load)
+        result = (out, stats) if return_stats else out
         if self.is_initializing():
-            return out  # Or variables of `init` would carry the first call's loss.
+            return result  # Or variables of `init` would carry the first call's loss.
         self.sow("intermediates", "moe_stats", stats)
         self.sow(
             "losses",
@@ -127,7 +137,28 @@ class MoE(nn.Module):
             init_fn=lambda: jnp.float32(0),
             reduce_fn=lambda total, loss: total + loss,
         )
-        return out
+        return result
+
+    def _update_selection_bias(self, expert_load: jax.Array) -> None:
+        config = self.config
+        if not (config.selection_bias and config.selection_bias_update_rate):
+            return
+        loads = None
+        if config.selection_bias_update_every > 1:
+            loads = self.variable(
+                "moe_state", "selection_load", SelectionLoads.zeros, config.num_experts
+            )
+        if self.is_initializing() or not self.is_mutable_collection("moe_state"):
+            return
+        bias, following = next_selection_bias(
+            self.get_variable("moe_state", "selection_bias"),
+            None if loads is None else loads.value,
+            expert_load,
+            config,
+        )
+        self.put_variable("moe_state", "selection_bias", bias)
+        if loads is not None:
+            loads.value = following
 
     def _parameter(self, name: str, info: ParamInfo, spec, names) -> jax.Array:
         """The parameter's array, without the sharding constraint of its box.

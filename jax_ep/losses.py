@@ -66,6 +66,54 @@ class MoEStats:
         wanted = jnp.maximum(self.num_recv.astype(jnp.float32).sum(), 1)
         return self.num_dropped.astype(jnp.float32).sum() / wanted
 
+    def metrics(self) -> dict[str, jax.Array]:
+        """Scalars for a logger, `[]` each, by the names of the fields.
+
+        Of stacked calls (layers, steps): the sum of `aux_loss`, the share of dropped
+        rows in all, the most of rounds, load ratio and required capacity, and the mean
+        of the rest.
+        """
+        return dict(
+            aux_loss=self.aux_loss,
+            dropped_fraction=self.dropped_fraction,
+            load_balance_loss=self.load_balance_loss.mean(),
+            max_load_ratio=self.max_load_ratio.max(),
+            num_rounds=self.num_rounds.max(),
+            required_capacity_factor=self.required_capacity_factor.max(),
+            router_entropy=self.router_entropy.mean(),
+            router_z_loss=self.router_z_loss.mean(),
+        )
+
+    def of_any_mesh(self) -> "MoEStats":
+        """With shapes that depend on E alone, for state that outlives a mesh.
+
+        `num_recv` and `num_dropped` are `[1]`, sums over the ranks, and `topk_idx` is
+        None.
+        """
+        return dataclasses.replace(
+            self,
+            num_recv=self.num_recv.sum(dtype=jnp.int32)[None],
+            num_dropped=self.num_dropped.sum(dtype=jnp.int32)[None],
+            topk_idx=None,
+        )
+
+    @classmethod
+    def zeros(cls, num_experts: int) -> "MoEStats":
+        """What `of_any_mesh` gives of a layer of E experts that nobody has called."""
+        count, number = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32)
+        return cls(
+            expert_load=jnp.zeros(num_experts, jnp.int32),
+            num_recv=count,
+            num_dropped=count,
+            num_rounds=count,
+            max_load_ratio=number,
+            required_capacity_factor=number,
+            router_entropy=number,
+            load_balance_loss=number,
+            router_z_loss=number,
+            weighted_loss=number,
+        )
+
 
 def load_balance_loss(
     probs: jax.Array,
@@ -189,6 +237,57 @@ def selection_bias_update(
     """
     load = lax.stop_gradient(expert_load).astype(jnp.float32)
     return selection_bias + rate * jnp.sign(load.mean() - load)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SelectionLoads:
+    """The loads of the calls since the last update of the selection bias.
+
+    Attributes:
+      expert_load: `[E]` float32, their sum.
+      num_calls: `[1]` int32, how many they are.
+    """
+
+    expert_load: jax.Array
+    num_calls: jax.Array
+
+    @classmethod
+    def zeros(cls, num_experts: int) -> "SelectionLoads":
+        """Of no call."""
+        return cls(jnp.zeros(num_experts, jnp.float32), jnp.zeros(1, jnp.int32))
+
+
+def next_selection_bias(
+    selection_bias: jax.Array,
+    loads: SelectionLoads | None,
+    expert_load: jax.Array,
+    config: MoEConfig,
+) -> tuple[jax.Array, SelectionLoads | None]:
+    """What a layer's training call makes of its selection bias.
+
+    Every `selection_bias_update_every` calls one `selection_bias_update`, with the
+    loads of all of them.
+
+    Args:
+      selection_bias: `[E]` float32.
+      loads: of the calls before; None where every call updates.
+      expert_load: `[E]`, slots over all ranks of this call.
+      config: the rate, and how many calls make a step.
+
+    Returns:
+      The next bias, and the next loads.
+    """
+    rate = config.selection_bias_update_rate
+    if loads is None:
+        return selection_bias_update(selection_bias, expert_load, rate), None
+    total = loads.expert_load + expert_load.astype(jnp.float32)
+    num_calls = loads.num_calls + 1
+    is_due = num_calls >= config.selection_bias_update_every
+    updated = selection_bias_update(selection_bias, total, rate)
+    return jnp.where(is_due, updated, selection_bias), SelectionLoads(
+        jnp.where(is_due, 0, total), jnp.where(is_due, 0, num_calls)
+    )
 
 
 def expert_counts(topk_idx: jax.Array, num_experts: int) -> jax.Array:

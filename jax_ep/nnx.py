@@ -13,7 +13,11 @@ except ImportError as error:
         'jax_ep.nnx needs Flax, the extra "flax": pip install "jax_ep[flax]".'
     ) from error
 
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from jax_ep.config import MoEConfig
+from jax_ep.losses import MoEStats, SelectionLoads, next_selection_bias
 from jax_ep.params import MoEParams, keep_axes, names_of, param_info, param_specs
 from jax_ep.placement import Placement
 from jax_ep.sharded import sharded_moe
@@ -23,12 +27,18 @@ class SelectionBias(nnx.Variable):
     """The router's selection bias: state that no gradient trains."""
 
 
-class MoEStatistics(nnx.Intermediate):
-    """The `MoEStats` of a layer's last call; None before the first."""
-
+class _Tree(nnx.Variable):
     # Under a mesh, nnx.eval_shape makes every variable without one a single abstract
-    # array, which None and a tree of arrays cannot be.
+    # array, which a tree of arrays cannot be.
     sharding = ()
+
+
+class SelectionLoad(_Tree):
+    """The `SelectionLoads` since the last update of the selection bias."""
+
+
+class MoEStatistics(_Tree):
+    """The `MoEStats` of a layer's last call, `of_any_mesh`; zeros before the first."""
 
 
 class MoE(nnx.Module):
@@ -39,10 +49,17 @@ class MoE(nnx.Module):
     the call is `sharded_moe`, over the mesh of the context. Inside the user's own, with
     the state split as its shardings say, it is `moe`.
 
-    The statistics of the last call are in `stats`, a `MoEStatistics` variable (an
-    `nnx.Intermediate`): add `layer.stats.get_value().aux_loss` to the loss. Setting
-    them is a state change, as BatchNorm's is; where that is in the way, e.g. under a
-    `jax.jit` that only closes over the layer, set `record_stats=False`.
+    The statistics of the last call are in `stats`, a `MoEStatistics` variable: add
+    `layer.stats.get_value().aux_loss` to the loss. They are there from the start, as
+    zeros, and their shapes depend on E alone, so that state has one structure before
+    and after a call, and on every mesh. Setting them is a state change, as BatchNorm's
+    is; where that is in the way, e.g. under a `jax.jit` that only closes over the
+    layer, set `record_stats=False` and call with `return_stats=True`. A call under
+    `nnx.capture(layer, nnx.Intermediate)` sows them whole as `moe_stats`.
+
+    With a `selection_bias_update_rate` every call that is not deterministic updates the
+    selection bias too, by its loads over all ranks. With router noise the layer keeps
+    a stream of `rngs`, "router" or the default, as `nnx.Dropout` does.
 
     Args:
       config: the layer.
@@ -60,9 +77,10 @@ class MoE(nnx.Module):
         `nnx.logical_axis_rules`).
       kernel_init: initialiser of every kernel. None is LeCun normal, per expert.
       record_stats: whether calls set `stats`.
-      keep_topk_idx: whether they hold `topk_idx` too, for `jax_ep.record`.
+      keep_topk_idx: whether returned and sown statistics hold `topk_idx` too, for
+        `jax_ep.record`.
       deterministic: as `MoEConfig.evaluation()` has it; `model.eval()` sets it.
-      rngs: its `params` stream.
+      rngs: its `params` stream; with router noise, `router` too.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -103,11 +121,32 @@ class MoE(nnx.Module):
         self.record_stats = record_stats
         self.keep_topk_idx = keep_topk_idx
         self.deterministic = deterministic
-        self.stats = MoEStatistics(None)
         self.param_names = tuple(param_info(config))
         axes = dict(expert=self.axis_name, hidden=fsdp_axis)
         specs = param_specs(config, **(axes if logical_axes is None else logical_axes))
         known_mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+
+        def zeros(tree):
+            # On the mesh, where a call will leave its successor: a jitted step would
+            # compile again for another sharding.
+            if known_mesh.empty:
+                return tree.zeros(config.num_experts)
+            replicated = P(None) if mesh is None else NamedSharding(mesh, P(None))
+            make = jax.jit(tree.zeros, static_argnums=0, out_shardings=replicated)
+            return make(config.num_experts)
+
+        self.stats = MoEStatistics(zeros(MoEStats))
+        self.updates_bias = bool(
+            config.selection_bias and config.selection_bias_update_rate
+        )
+        if self.updates_bias and config.selection_bias_update_every > 1:
+            self.selection_load = SelectionLoad(zeros(SelectionLoads))
+        else:
+            self.selection_load = None
+        if config.router_jitter_noise or config.use_random_routing:
+            self.rngs = rngs["router"].fork()
+        else:
+            self.rngs = None
         for name, info in param_info(config).items():
             is_kernel = len(info.shape) > 1
             init = kernel_init if kernel_init and is_kernel else info.init
@@ -130,21 +169,26 @@ class MoE(nnx.Module):
         key: jax.Array | None = None,
         deterministic: bool | None = None,
         placement: Placement | None = None,
-    ) -> jax.Array:
+        return_stats: bool = False,
+    ) -> Any:
         """Applies the layer; see `sharded_moe` for the arguments and `moe` for more.
 
         Args:
           x: `[B, ..., H]`; B must be divisible by the shares that tokens are split in.
           token_mask: bool, `x.shape[:-1]`; False for padding tokens.
-          key: for jitter noise and random routing.
+          key: for jitter noise and random routing; None is the next of the layer's.
           deterministic: overrides the attribute.
           placement: which rank holds which experts, from `plan_placement`.
+          return_stats: whether to return the `MoEStats` too, whole.
 
         Returns:
-          `[B, ..., H]`, in `dtype`.
+          `[B, ..., H]`, in `dtype`; with `return_stats` a pair of that and `MoEStats`.
         """
         if deterministic is None:
             deterministic = self.deterministic
+        is_noisy = self.config.use_random_routing or not deterministic
+        if key is None and self.rngs is not None and is_noisy:
+            key = self.rngs()
         out, stats = sharded_moe(
             x if self.dtype is None else x.astype(self.dtype),
             MoEParams(**{name: getattr(self, name)[...] for name in self.param_names}),
@@ -161,8 +205,21 @@ class MoE(nnx.Module):
             keep_topk_idx=self.keep_topk_idx,
         )
         if self.record_stats:
-            if hasattr(self, "stats"):
-                self.stats.set_value(stats)
-            else:  # Popped, as intermediates are.
-                self.stats = MoEStatistics(stats)
-        return out
+            self.stats.set_value(stats.of_any_mesh())
+        if hasattr(self, "__captures__"):  # Elsewhere, sow makes an attribute.
+            self.sow(nnx.Intermediate, "moe_stats", stats)
+        if self.updates_bias and not deterministic:
+            self._update_selection_bias(stats.expert_load)
+        return (out, stats) if return_stats else out
+
+    def _update_selection_bias(self, expert_load: jax.Array) -> None:
+        loads = self.selection_load
+        bias, following = next_selection_bias(
+            self.selection_bias[...],
+            None if loads is None else loads.get_value(),
+            expert_load,
+            self.config,
+        )
+        self.selection_bias[...] = bias
+        if loads is not None:
+            loads.set_value(following)

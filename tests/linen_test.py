@@ -220,3 +220,38 @@ def test_router_stream(variables, x):
     assert not np.array_equal(noisy, clean)
     same = layer.apply(variables, x, deterministic=True, rngs=rngs)
     np.testing.assert_array_equal(same, clean)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_training_step_updates_the_selection_bias(every):
+    """sign(2 - 4) and sign(2 - 0), times the rate; once, and not in evaluation."""
+    config = MoEConfig(
+        num_experts=2,
+        num_experts_per_tok=1,
+        hidden_size=1,
+        moe_intermediate_size=1,
+        score_func="sigmoid",
+        selection_bias=True,
+        selection_bias_update_rate=0.5,
+        selection_bias_update_every=every,
+    )
+    layer, x = MoE(config), np.ones((4, 1), np.float32)
+    variables = nn.unbox(layer.init(jax.random.key(0), x))
+    variables["params"]["router_kernel"] = jnp.array([[2.0, 1.0]])
+    np.testing.assert_array_equal(variables["moe_state"]["selection_bias"], [0, 0])
+
+    def step(variables, **static):
+        _, state = layer.apply(variables, x, mutable=["moe_state"], **static)
+        return {**variables, **state}
+
+    unchanged = step(variables, deterministic=True)
+    np.testing.assert_array_equal(unchanged["moe_state"]["selection_bias"], [0, 0])
+    for _ in range(every):
+        np.testing.assert_array_equal(variables["moe_state"]["selection_bias"], [0, 0])
+        variables = step(variables)
+    np.testing.assert_array_equal(variables["moe_state"]["selection_bias"], [-0.5, 0.5])
+
+
+def test_returned_statistics(variables, x):
+    out, stats = MoE(CONFIG).apply(variables, x, return_stats=True)
+    assert out.shape == x.shape and stats.expert_load.sum() == BATCH * LENGTH * 2
