@@ -11,6 +11,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import stat
 import tempfile
 import threading
 import warnings
@@ -185,6 +186,9 @@ def _key(source: str, includes: Mapping[str, str], arch: str) -> str:
 
 def _from_disk(name, key, source, includes, arch) -> Cubin:
     folder = cache_folder()
+    if folder is not None and (reason := _not_private(folder)):
+        _warn_no_cache(str(folder), reason)
+        folder = None
     path = folder / f"{name}-{arch}-{key[:32]}.cubin" if folder else None
     if path is not None:
         with contextlib.suppress(OSError):
@@ -195,13 +199,30 @@ def _from_disk(name, key, source, includes, arch) -> Cubin:
     cubin = Cubin(image, hashlib.sha256(image).hexdigest())
     if path is not None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # The text first: whoever finds a cubin finds what it was made from.
             _write(path.with_suffix(".cu"), _flat_text(source, includes).encode())
             _write(path, image + cubin.sha256.encode())
         except OSError as error:
             _warn_no_cache(str(folder), str(error))
     return cubin
+
+
+def _not_private(folder: pathlib.Path) -> str:
+    """Why a folder is no place for code that will run, or "" (also if it is not there).
+
+    A cubin's digest stands beside it, so whoever may write there decides what runs.
+    """
+    try:
+        status = folder.stat()
+    except OSError:
+        return ""
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
+        return f"its mode {mode:o} lets other users write to it; chmod 700 mends that"
+    return ""
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:

@@ -193,6 +193,20 @@ def test_combine(machine, tmp_path):
     check(machine, tmp_path, combine_cases(), macros=SMALL_RING, seeds=18)
 
 
+def test_combine_with_one_sender(machine, tmp_path):
+    """More blocks than have two senders, as in the default grid."""
+    case, r = Case(2, 50), rng(0)
+    leaves = [("float32", 200), ("bfloat16", 7)]
+    for silent in ([], [1]):
+        # Some blocks have two tokens, some one, the last none.
+        ids = random_ids(r, (2, 55 - 12 * len(silent), 3), 4, 0.2, silent=silent)
+        handle = case.handle(ids, 4, None, 2)
+        shape = (2, handle.layout.capacity)
+        y = [values(r, (*shape, width), dtype) for dtype, width in leaves]
+        case.combine(handle, y, row_values=values(r, shape, "float32"))
+    check(machine, tmp_path, {"blocks": case}, macros=SMALL_RING, seeds=6)
+
+
 # --- all three, as they are ------------------------------------------------------
 
 

@@ -3,7 +3,9 @@
 import hashlib
 import importlib.util
 import itertools
+import os
 import pathlib
+import stat
 import subprocess
 import sys
 import threading
@@ -317,6 +319,49 @@ def test_without_a_usable_folder_it_compiles_and_warns_once(tmp_path, monkeypatc
     with pytest.warns(UserWarning, match="cannot keep compiled kernels in .*file/cach"):
         assert compile_simple().image.startswith(b"\x7fELF")
     assert compile_simple(SOURCE + "\n").image.startswith(b"\x7fELF")
+
+
+def test_only_its_owner_may_use_the_cache_folder(cache):
+    old = os.umask(0)
+    try:
+        compile_simple()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "mode, owner, reason",
+    [
+        (0o770, 0, "its mode 770 lets other users write to it; chmod 700 mends that"),
+        (0o702, 0, "its mode 702 lets other users write to it; chmod 700 mends that"),
+        (0o700, 1, "it belongs to user {uid}, and this is user {other}"),
+        (0o755, 0, None),
+    ],
+)
+def test_a_folder_that_others_may_write_holds_no_code(
+    cache, monkeypatch, mode, owner, reason
+):
+    cubin = compile_simple()
+    plant(cache, b"planted")
+    cache.chmod(mode)
+    forget(monkeypatch)
+    nvrtc._warn_no_cache.cache_clear()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + owner)
+    if reason is None:
+        assert compile_simple().image == b"planted"
+        return
+    before = sorted(cache.iterdir())
+    with pytest.warns(UserWarning) as caught:
+        assert compile_simple() == cubin
+        assert compile_simple(SOURCE + "\n").image.startswith(b"\x7fELF")
+    reason = reason.format(uid=uid, other=uid + 1)
+    assert [str(warning.message) for warning in caught] == [
+        f"jax_ep: cannot keep compiled kernels in {cache} ({reason}); every process "
+        "compiles its own. JAX_EP_CACHE_DIR may name another folder."
+    ]
+    assert sorted(cache.iterdir()) == before
 
 
 def test_cache_folder(monkeypatch):
