@@ -187,7 +187,12 @@ class MoEConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, f"must be one of {choices}")
-        if not callable(self.activation) and self.activation not in ACTIVATIONS:
+        if callable(self.activation):
+            try:
+                hash(self.activation)
+            except TypeError:
+                self._refuse("activation", "must be hashable, as functions are")
+        elif self.activation not in ACTIVATIONS:
             self._refuse("activation", f"must be one of {ACTIVATIONS} or a function")
         if self.norm_topk_prob is None and self.num_experts_per_tok > 1:
             object.__setattr__(self, "norm_topk_prob", True)

@@ -19,7 +19,8 @@ class Names:
     down: str = "down_proj"
     shared: str | None = None
     # Stored stacked and [E, in, out]: Llama 4, and GPT-OSS, whose gate and up columns
-    # come in turn. All others are [E, out, in], or a tensor for each expert.
+    # come in turn, and which has biases. All others are [E, out, in], or a tensor for
+    # each expert.
     in_out: bool = False
     interleaved: bool = False
 
@@ -48,6 +49,26 @@ def names_of(op: str, model_type: Any) -> Names:
             f"{', '.join(MODEL_TYPES)}."
         )
     return NAMES[model_type]
+
+
+def check_fields(op: str, names: Names, config: MoEConfig, model_type: str) -> None:
+    """Refuses a config that asks for parameters which the model type has no names of.
+
+    Raises:
+      ValueError: naming the field.
+    """
+    for field, has_names in (
+        ("router_bias", names.interleaved),
+        ("mlp_bias", names.interleaved),
+        ("shared_size", names.shared is not None),
+        ("expert_scale", False),
+    ):
+        if getattr(config, field) and not has_names:
+            raise ValueError(
+                f"jax_ep.{op}: config.{field} (={getattr(config, field)!r}) must be "
+                f"{type(getattr(config, field))()!r} for {model_type}, whose "
+                "checkpoints have no such tensor."
+            )
 
 
 def hf_moe_config(hf_config: Any, **fields: Any) -> MoEConfig:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_ep import dequantize
 from jax_ep.config import MoEConfig
-from jax_ep.hf_models import Names, names_of
+from jax_ep.hf_models import Names, check_fields, names_of
 from jax_ep.params import MoEParams, param_info
 
 _SHOWN = 4  # Names in a message, before "and n more".
@@ -49,10 +49,12 @@ def load_hf_moe_layer(
       `MoEParams` of NumPy arrays over all E experts, `[in, out]` as our layer wants.
 
     Raises:
-      ValueError: names the tensors that are missing, left over, or of a wrong shape.
+      ValueError: names the tensors that are missing, left over, or of a wrong shape, or
+        a field of the config that the model type has no tensors of.
     """
     op = "load_hf_moe_layer"
     names = names_of(op, model_type)
+    check_fields(op, names, config, model_type)
     block = {
         name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)
     }
@@ -136,10 +138,12 @@ def export_hf_moe_layer(
       Names to NumPy arrays, in the parameters' dtypes.
 
     Raises:
-      ValueError: a parameter that is missing or of a wrong shape.
+      ValueError: a parameter that is missing or of a wrong shape, or of which the model
+        type has none.
     """
     op = "export_hf_moe_layer"
     names = names_of(op, model_type)
+    check_fields(op, names, config, model_type)
     values: dict[str, np.ndarray] = {}
     for name, info in param_info(config).items():
         value = getattr(params, name)

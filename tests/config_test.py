@@ -239,6 +239,19 @@ def test_refused_values(fields, message):
     assert str(raised.value) == f"jax_ep.MoEConfig: {message}"
 
 
+def test_a_function_as_activation_must_be_hashable():
+    class Scaled:
+        __hash__ = None
+
+        def __call__(self, gate):
+            return 2 * gate
+
+    with pytest.raises(ValueError, match=r"activation .* must be hashable, as func"):
+        MoEConfig(**SIZES, activation=Scaled())
+    config = MoEConfig(**SIZES, activation=abs)
+    assert hash(config) == hash(MoEConfig(**SIZES, activation=abs))
+
+
 def test_is_hashable_and_compares():
     one, two = MoEConfig(**SIZES), MoEConfig(**SIZES, capacity_factor=-1)
     assert hash(one) == hash(two) and one == two

@@ -255,3 +255,20 @@ def test_shared_experts(fused, has_gate):
         atol=1e-5,
     )
     assert shared_experts(jnp.asarray(x), MoEParams()) is None
+
+
+@pytest.mark.parametrize(
+    "activation, of_gate",
+    [
+        ("relu", lambda g: np.maximum(g, 0)),
+        ("relu2", lambda g: np.maximum(g, 0) ** 2),
+        ("sigmoid", lambda g: 1 / (1 + np.exp(-g))),
+        (jax.nn.mish, lambda g: g * np.tanh(np.log1p(np.exp(g)))),
+    ],
+)
+def test_activations_of_the_gate(activation, of_gate):
+    gate, up = np.random.default_rng(0).normal(size=(2, 5, 4)).astype(np.float32)
+    want = of_gate(np.float64(gate)) * up
+    np.testing.assert_allclose(gated(gate, up, activation), want, rtol=1e-5, atol=1e-6)
+    half = gated(jnp.asarray(gate, jnp.bfloat16), jnp.asarray(up), activation)
+    assert half.dtype == jnp.float32

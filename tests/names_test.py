@@ -527,6 +527,20 @@ def test_shared_experts_and_gemma():
     assert config.shared_size == 2 * 3 * F
 
 
+def test_names_of_two_sources_that_one_of_them_only_has_beside_others():
+    """DeepSeek's config.json has a name of Megatron's, Llama 4's one of MaxText's."""
+    config = MoEConfig.from_names(
+        **dict(
+            CASES["hf deepseek_v3"][0], moe_layer_freq=1, interleave_moe_layer_step=1
+        )
+    )
+    assert config.selection_bias and config.selection_bias_update_rate == 0
+    config = MoEConfig.from_names(
+        **SIZES, moe_router_topk=2, moe_layer_freq=1, rope_scaling_factor=8.0
+    )
+    assert config.num_experts_per_tok == 2
+
+
 def test_llama4_of_transformers_is_its_text_part():
     text = dict(
         HF, model_type="llama4_text", num_local_experts=E, num_experts_per_tok=1
@@ -535,6 +549,7 @@ def test_llama4_of_transformers_is_its_text_part():
     assert config == MoEConfig.from_names(**text)
     assert config == jax_ep.hf_moe_config(dict(model_type="llama4", text_config=text))
     assert config.weights_scale_input and config.shared_size == F
+    assert config.load_balance_loss_weight == 0
 
 
 REFUSED = [

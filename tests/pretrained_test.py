@@ -118,6 +118,7 @@ def test_configs():
         deepseek_v3=MoEConfig(
             score_func="sigmoid",
             selection_bias=True,
+            selection_bias_update_rate=0.0,
             num_shared_experts=1,
             routed_scaling_factor=2.5,
             n_group=4,
@@ -322,6 +323,31 @@ def test_other_messages():
         with pytest.raises(ValueError) as error:
             hf_moe_config(setting)
         assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "model_type, field, value, shown",
+    [
+        ("mixtral", "mlp_bias", True, "(=True) must be False"),
+        ("llama4_text", "router_bias", True, "(=True) must be False"),
+        ("qwen3_moe", "num_shared_experts", 1, "(=4) must be 0"),
+        ("deepseek_v3", "expert_scale", True, "(=True) must be False"),
+    ],
+)
+def test_a_field_without_tensors_is_named(model_type, field, value, shown):
+    config = hf_moe_config(hf(model_type), **{field: value})
+    params = random_params(config)
+    for name, call in (
+        ("load", lambda: load_hf_moe_layer({}, config, model_type=model_type)),
+        ("export", lambda: export_hf_moe_layer(params, config, model_type=model_type)),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        field = "shared_size" if field == "num_shared_experts" else field
+        assert str(error.value) == (
+            f"jax_ep.{name}_hf_moe_layer: config.{field} {shown} for {model_type}, "
+            "whose checkpoints have no such tensor."
+        )
 
 
 def test_fp8_blocks():

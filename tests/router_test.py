@@ -17,6 +17,8 @@ VARIANTS = dict(
     qwen3=dict(num_experts_per_tok=4),
     olmoe=dict(num_experts_per_tok=4, norm_topk_prob=False),
     switch=dict(num_experts_per_tok=1),
+    mixtral_of_one=dict(num_experts_per_tok=1, norm_topk_prob=True),
+    llama4=dict(num_experts_per_tok=1, score_func="sigmoid", norm_topk_prob=False),
     deepseek_v2=dict(
         num_experts_per_tok=3,
         norm_topk_prob=False,
@@ -185,7 +187,10 @@ def test_gradient_reaches_the_kernel(config):
     np.testing.assert_allclose(
         gradient, jax.grad(literal)(kernel), rtol=1e-3, atol=1e-4
     )
-    assert np.abs(gradient).max() > 0.1  # K = 1 too.
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        assert not np.asarray(gradient).any()  # Its only weight is always 1.
+    else:
+        assert np.abs(gradient).max() > 0.1  # With one expert too.
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -249,3 +254,56 @@ def test_misfit_shapes():
     )
     with pytest.raises(ValueError, match=r"score_func \(='tanh'\) must be 'softmax'"):
         topk_routing(np.zeros((3, 8)), num_experts_per_tok=2, score_func="tanh")
+
+
+def test_one_expert_is_normalised_only_if_asked_for():
+    """The default must let the router learn; models trained otherwise say so."""
+    logits = np.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], np.float32)
+    best = np.array([[np.e**2 / (np.e**2 + 2)], [1 / 3]])
+    for norm, want in ((None, best), (False, best), (True, np.ones((2, 1)))):
+        routing = topk_routing(logits, num_experts_per_tok=1, norm_topk_prob=norm)
+        np.testing.assert_allclose(routing.topk_weights, want, rtol=1e-6)
+        config = MoEConfig(**SIZES, num_experts_per_tok=1, norm_topk_prob=norm)
+        assert config.norm_topk_prob is norm
+    assert MoEConfig(**SIZES, num_experts_per_tok=2).norm_topk_prob is True
+
+
+def test_expert_scale():
+    config = MoEConfig(**SIZES, num_experts_per_tok=2, expert_scale=True)
+    x, kernel, _ = inputs(config)
+    scale = np.arange(1, EXPERTS + 1, dtype=np.float32)
+
+    def weights(scale):
+        return router(x, kernel, config, expert_scale=scale).topk_weights
+
+    plain = router(x, kernel, config)
+    ids = np.asarray(plain.topk_idx)
+    want = np.asarray(plain.topk_weights) * scale[ids]
+    np.testing.assert_allclose(weights(scale), want, rtol=1e-6)
+    gradient = jax.grad(lambda scale: weights(scale).sum())(scale)
+    want = [np.asarray(plain.topk_weights)[ids == e].sum() for e in range(EXPERTS)]
+    np.testing.assert_allclose(gradient, want, rtol=1e-5)
+
+
+def test_what_probabilities_are_made_of():
+    logits = np.array([[2.0, -1.0, 0.5]])
+    bias = np.array([0.3, 0.0, -0.2])
+    scores = 1 / (1 + np.exp(-logits))
+    want = dict(
+        scores=scores / scores.sum(),
+        softmax_of_scores=dense.softmax(np, scores + bias),
+        softmax_of_logits=dense.softmax(np, logits),
+    )
+    for probs_from, probs in want.items():
+        routing = topk_routing(
+            logits.astype(np.float32),
+            num_experts_per_tok=2,
+            score_func="sigmoid",
+            selection_bias=bias.astype(np.float32),
+            probs_from=probs_from,
+        )
+        np.testing.assert_allclose(routing.probs, probs, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"probs_from \(='logits'\) must be 'scores'"):
+        topk_routing(
+            np.zeros((1, 3), np.float32), num_experts_per_tok=1, probs_from="logits"
+        )

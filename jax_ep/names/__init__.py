@@ -11,13 +11,22 @@ from jax_ep.names.source import Source, Values
 
 SOURCES = dict(maxtext=maxtext.SOURCE, hf=huggingface.SOURCE, megatron=megatron.SOURCE)
 
+
+def _marks(source: str) -> frozenset[str]:
+    others = [table for other, table in SOURCES.items() if other != source]
+    shared = {name for table in others for name in (*table.read, *table.ignored)}
+    return SOURCES[source].markers - shared
+
+
+_MARKERS = {source: _marks(source) for source in SOURCES}
+
 # In a whole config a name that sounds like this must be known: ignored, it might
 # change what the layer computes.
 _ABOUT_MOE = re.compile(
     r"moe|expert|router|routed|routing|top_?k|load_balanc|aux_loss|capacity_factor"
     r"|scor(e|ing)_func|gate_logits|gating"
 )
-_NEAR = 0.9  # Likeness (difflib) from which a name is a slip of another.
+_NEAR = 0.94  # Likeness (difflib) from which a name is a slip of another.
 
 
 def fields_of(
@@ -83,8 +92,8 @@ def fields_of(
 def _source_of(names: Values) -> str | None:
     """The one source that has names among these that no other has."""
     marks = {
-        source: [name for name in names if name in table.markers]
-        for source, table in SOURCES.items()
+        source: [name for name in names if name in _MARKERS[source]]
+        for source in SOURCES
     }
     found = [source for source, marked in marks.items() if marked]
     if len(found) > 1:

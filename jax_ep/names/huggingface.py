@@ -89,6 +89,8 @@ MODEL_TYPES = (
     "gpt_oss",
     "llama4_text",
 )
+# Those whose ForCausalLM adds a load-balance loss; the others train without one.
+_HAS_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss")
 # Whether weights are divided where config.json does not say.
 _NORMALISES = dict(qwen2_moe=False, qwen3_moe=False, olmoe=False, qwen3_next=True)
 
@@ -163,6 +165,7 @@ def model_values(op: str, given: Values) -> Values:
         values.update(
             score_func="sigmoid",
             selection_bias=True,
+            selection_bias_update_rate=0.0,  # A buffer that nothing changes.
             norm_topk_prob=said("norm_topk_prob", True),
             num_shared_experts=said("n_shared_experts", 0),
             routed_scaling_factor=said("routed_scaling_factor", scaling),
@@ -213,7 +216,8 @@ def translate(given: Values, others: Values) -> Values:
     else:
         values = _values_without_type(given, others)
     weight = given.get("router_aux_loss_coef")
-    if weight and given.get("output_router_logits") is not False:
+    has_loss = model_type is None or model_type in _HAS_LOSS
+    if weight and has_loss and given.get("output_router_logits") is not False:
         num_topk = {**others, **values}.get("num_experts_per_tok", 1)
         values["load_balance_loss_weight"] = weight * num_topk
     return values
@@ -252,7 +256,7 @@ def _values_without_type(given: Values, others: Values) -> Values:
             "must be 'greedy', 'group_limited_greedy' or 'noaux_tc'",
         )
     if method == "noaux_tc":
-        values["selection_bias"] = True
+        values.update(selection_bias=True, selection_bias_update_rate=0.0)
     if method != "greedy":
         for name in ("n_group", "topk_group"):
             value = value_of(name, given.get(name))

@@ -16,7 +16,7 @@ class Source:
       read: names that say something of the layer, and where in the library's code it is
         decided what.
       ignored: names that sound like a MoE layer's and change none of its values.
-      markers: names that no other source has: with one the source is known.
+      markers: names that tell the source, where no other source has them.
       translate: the given of `read`, without None, as fields of `MoEConfig`; its second
         argument is the fields that other names have set already.
     """
