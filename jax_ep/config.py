@@ -303,8 +303,10 @@ class MoEConfig:
         losses are K at balance. Over layers, Megatron adds the losses up, and so does
         `MoEStats.aux_loss` of stacked calls; MaxText takes their mean, and Hugging Face
         one loss over all layers' tokens, so divide by the number of MoE layers there.
-        A capacity factor bounds a rank's buffer here and each expert's share of it
-        elsewhere: as many rows in all, of which fewer are dropped.
+        Megatron's `aux_loss` is over a micro-batch of one data-parallel rank, here over
+        the tokens of a call on all ranks, as its `global_aux_loss`. A capacity factor
+        bounds a rank's buffer here and each expert's share of it elsewhere: as many
+        rows in all, of which fewer are dropped.
 
         Args:
           source: whose names they are; None is told by names that only one has, and

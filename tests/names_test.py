@@ -13,6 +13,7 @@ from conftest import CPU_FFI
 
 import jax_ep
 from jax_ep import MoEConfig
+from jax_ep.names import SOURCES
 
 H, F, E, B, S = 12, 8, 8, 2, 6
 RNG = np.random.default_rng(3)
@@ -414,6 +415,54 @@ def test_computes_and_trains_what_its_owner_does(case):
     np.testing.assert_allclose(stats.aux_loss, aux, rtol=1e-5)
 
 
+def test_gradient_of_weights_on_the_input():
+    """Along one direction, against differences of the literal loop in float64."""
+    config = MoEConfig.from_names(**CASES["maxtext llama4"][0])
+    params = random_params(config)
+    x, target = X.astype(np.float32), np.random.default_rng(7).normal(size=X.shape)
+    direction = random_params(config)
+    direction = jax.tree.map(lambda one: np.float64(one) / 3, direction)
+
+    def literal(step):
+        p = jax.tree.map(lambda one, two: one + step * two, params, direction)
+        tokens = (x + step * target).reshape(-1, H)
+        z = tokens @ p.router_kernel
+        ids = top(x.reshape(-1, H) @ params.router_kernel, 1)  # No tie is near.
+        out = literal_output(tokens, ids, sigmoid(chosen(z, ids)), p, swiglu, True)
+        return (out * target.reshape(-1, H)).sum()
+
+    def ours(x, params):
+        mesh = CPU_FFI.mesh(expert=2)
+        out, _ = jax_ep.sharded_moe(x, params, config, mesh=mesh)
+        return (out * target.astype(np.float32)).sum()
+
+    d_x, d_params = jax.jit(jax.grad(ours, argnums=(0, 1)))(x, params)
+    got = (np.float64(d_x) * target).sum()
+    pairs = zip(jax.tree.leaves(d_params), jax.tree.leaves(direction), strict=True)
+    got += sum((np.float64(grad) * one).sum() for grad, one in pairs)
+    step = 1e-4
+    want = (literal(step) - literal(-step)) / (2 * step)
+    assert abs(want) > 1
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_tables(source):
+    """Every name is of one kind, has its place, and does not stand in the way."""
+    table = SOURCES[source]
+    assert not table.ignored & set(table.read)
+    assert all(table.read.values())
+    ignored = dict.fromkeys(table.ignored, "whatever")
+    config = MoEConfig.from_names(
+        source=source, **SIZES, num_experts_per_tok=2, **ignored
+    )
+    assert config.num_experts == 4
+    nothing = dict.fromkeys(table.read)
+    assert config == MoEConfig.from_names(
+        source=source, **{**nothing, **SIZES, "num_experts_per_tok": 2}
+    )
+
+
 SIZES = dict(num_experts=4, hidden_size=H, moe_intermediate_size=F)
 
 
@@ -535,6 +584,9 @@ def test_names_of_two_sources_that_one_of_them_only_has_beside_others():
         )
     )
     assert config.selection_bias and config.selection_bias_update_rate == 0
+    # Not experts: what sampling chooses from.
+    config = MoEConfig.from_names(**CASES["hf mixtral"][0], top_k=50)
+    assert config.num_experts_per_tok == 2
     config = MoEConfig.from_names(
         **SIZES, moe_router_topk=2, moe_layer_freq=1, rope_scaling_factor=8.0
     )
@@ -641,6 +693,17 @@ def test_refused(names, message):
 def test_one_expert_per_token_in_megatron_needs_its_softmax_first():
     with pytest.raises(ValueError, match="must be True where moe_router_topk is 1"):
         MoEConfig.from_names(**SIZES, moe_router_topk=1)
+
+
+def test_bias_updates():
+    """On with Megatron's bias, as its default has it; off with MaxText's."""
+    megatron = dict(CASES["megatron deepseek_v3"][0])
+    del megatron["--moe-router-bias-update-rate"]
+    assert MoEConfig.from_names(**megatron).selection_bias_update_rate == 1e-3
+    maxtext = dict(CASES["maxtext deepseek_v3"][0])
+    assert MoEConfig.from_names(**maxtext).selection_bias_update_rate == 0
+    maxtext["routed_bias_update_rate"] = 0.01
+    assert MoEConfig.from_names(**maxtext).selection_bias_update_rate == 0.01
 
 
 def test_an_unknown_source():

@@ -118,7 +118,6 @@ def test_configs():
         deepseek_v3=MoEConfig(
             score_func="sigmoid",
             selection_bias=True,
-            selection_bias_update_rate=0.0,
             num_shared_experts=1,
             routed_scaling_factor=2.5,
             n_group=4,

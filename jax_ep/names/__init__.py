@@ -66,6 +66,8 @@ def fields_of(
             if value is not None:
                 given[name] = value
             continue
+        if table is not None and name in table.ignored:
+            continue
         if name == "use_pre_softmax":
             pre_softmax = value
             continue
@@ -111,8 +113,6 @@ def _refuse_unknown(name: str, table: Source | None, fields: Sequence[str]) -> N
     """TypeError, unless the name is one of a known source's that is not about MoE."""
     names = {*fields, *ALIASES, *HONOURED_ANYWAY, "use_pre_softmax"}
     if table is not None:
-        if name in table.ignored:
-            return
         names |= set(table.read)
     else:
         names |= {name for one in SOURCES.values() for name in one.read}

@@ -16,6 +16,7 @@ READ = dict(
     num_local_experts=_MODEL,
     n_routed_experts=_MODEL,
     num_experts_per_tok=_MODEL,
+    top_k="generation's, or in configs without num_experts_per_tok this",
     top_k_experts="models/gemma4/modeling_gemma4.py",
     hidden_size=_MODEL,
     intermediate_size=_MODEL,
@@ -44,7 +45,7 @@ READ = dict(
 IGNORED = """
     aux_loss_alpha decoder_sparse_step enable_moe_block ep_size first_k_dense_replace
     index_topk interleave_moe_layer_step mlp_only_layers moe_layer_freq moe_layers
-    num_nextn_predict_layers seq_aux top_k experts_implementation experts_per_token
+    num_nextn_predict_layers seq_aux experts_implementation experts_per_token
     expert_dtype
 """.split()
 
@@ -165,7 +166,6 @@ def model_values(op: str, given: Values) -> Values:
         values.update(
             score_func="sigmoid",
             selection_bias=True,
-            selection_bias_update_rate=0.0,  # A buffer that nothing changes.
             norm_topk_prob=said("norm_topk_prob", True),
             num_shared_experts=said("n_shared_experts", 0),
             routed_scaling_factor=said("routed_scaling_factor", scaling),
@@ -228,7 +228,9 @@ def _values_without_type(given: Values, others: Values) -> Values:
         num_experts=first(
             given, "num_experts", "num_local_experts", "n_routed_experts"
         ),
-        num_experts_per_tok=first(given, "num_experts_per_tok", "top_k_experts"),
+        num_experts_per_tok=first(
+            given, "num_experts_per_tok", "top_k_experts", "top_k"
+        ),
         hidden_size=given.get("hidden_size"),
         # With the other one, this is of the layers without experts.
         moe_intermediate_size=first(
@@ -256,7 +258,7 @@ def _values_without_type(given: Values, others: Values) -> Values:
             "must be 'greedy', 'group_limited_greedy' or 'noaux_tc'",
         )
     if method == "noaux_tc":
-        values.update(selection_bias=True, selection_bias_update_rate=0.0)
+        values["selection_bias"] = True
     if method != "greedy":
         for name in ("n_group", "topk_group"):
             value = value_of(name, given.get(name))

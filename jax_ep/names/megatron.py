@@ -84,6 +84,7 @@ MARKERS = {
 } | {"disable_bias_linear", "add_bias_linear", "swiglu", "expert_model_parallel_size"}
 
 _SCOPES = dict(aux_loss="global", seq_aux_loss="sequence", global_aux_loss="global")
+_BIAS_UPDATE_RATE = 1e-3  # Where it is not said.
 _GPT_OSS = dict(glu_linear_offset=1.0, activation_func_clamp_value=7.0)
 
 
@@ -152,8 +153,9 @@ def _router(given: Values, num_topk: int) -> Values:
                 "needs moe_router_score_function 'sigmoid' or 'sqrtsoftplus'",
             )
         values["selection_bias"] = True
-    rate = given.get("moe_router_bias_update_rate")
-    values.update(known(selection_bias_update_rate=rate))
+        values["selection_bias_update_rate"] = given.get(
+            "moe_router_bias_update_rate", _BIAS_UPDATE_RATE
+        )
     topk_group = given.get("moe_router_group_topk")
     if topk_group:
         # A group's score is the sum of its best K / topk_group.
