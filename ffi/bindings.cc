@@ -9,10 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/cuda/dtypes.h"
+#include "ffi/cuda/limits.h"
+#include "ffi/cuda/workspace.h"
 #include "ffi/host/handlers.h"
 #include "ffi/host/stamps.h"
 #include "ffi/registration.h"
 #include "ffi/stamps.h"
+#include "ffi/status.h"
 #if JAX_EP_HAS_CUDA
 #include "ffi/cuda/handlers.h"
 #endif
@@ -57,6 +61,31 @@ nb::dict AllTypes() {
   return platforms;
 }
 
+nb::dict Limits() {
+  nb::dict limits;
+  limits["ranks"] = kMaxRanks;
+  limits["topk"] = kMaxTopk;
+  limits["experts"] = kMaxExperts;
+  limits["leaves"] = kMaxLeaves;
+  return limits;
+}
+
+nb::dict LeafDtypes() {
+  nb::dict numbers;
+  for (int i = 0; i < kNumDtypes; ++i) {
+    if (kDtypes[i].is_summed) numbers[kDtypes[i].name] = i;
+  }
+  return numbers;
+}
+
+int64_t WorkspaceBytes(int num_ranks) {
+  if (num_ranks < 1 || num_ranks > kMaxRanks) {
+    throw std::invalid_argument(Concat("jax_ep: num_ranks (=", num_ranks,
+                                       ") must be in [1, ", kMaxRanks, "]."));
+  }
+  return cuda::WorkspaceBytes(num_ranks);
+}
+
 std::string CheckError() {
 #if JAX_EP_HAS_CUDA
   return cuda::CheckError();
@@ -68,8 +97,8 @@ std::string CheckError() {
 nb::list TakeStamps() {
   std::vector<StampRecord> records = host::TakeStamps();
 #if JAX_EP_HAS_CUDA
-  if (std::string error = cuda::TakeStamps(&records); !error.empty()) {
-    throw std::runtime_error(error);
+  if (Status status = cuda::TakeStamps(&records); !status.ok()) {
+    throw std::runtime_error("jax_ep.stamps: " + status.message());
   }
 #endif
   nb::list list;
@@ -97,6 +126,10 @@ NB_MODULE(_ffi, m) {
   m.def("take_stamps", &TakeStamps,
         "Of the stamped calls since the last time: stage, rank, device, names of the "
         "phases, and their times, flat, in ns.");
+  m.def("workspace_bytes", &WorkspaceBytes,
+        "Bytes of GPU memory that the exchanges of `num_ranks` ranks keep on each.");
+  m.attr("limits") = Limits();
+  m.attr("leaf_dtypes") = LeafDtypes();
   m.attr("abi_version") = kAbiVersion;
   m.attr("has_cuda") = bool(JAX_EP_HAS_CUDA);
   m.attr("poisons_outputs") = bool(JAX_EP_POISON_OUTPUTS);

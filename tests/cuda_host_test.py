@@ -1,9 +1,10 @@
 """The host side of the CUDA handlers, on stand-ins for the driver and for NCCL.
 
-The tests themselves are C++, `tests/cuda/host_test.cc`: each runs in a process of its
-own. Needs a C++ compiler and jaxlib >= 0.11.2's headers, and no GPU.
+The tests themselves are C++, `tests/cuda/*_test.cc`: each runs in a process of its own.
+Needs a C++ compiler and jaxlib >= 0.11.2's headers, and no GPU.
 """
 
+import concurrent.futures
 import os
 import pathlib
 import re
@@ -17,9 +18,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = pathlib.Path(__file__).parent / "cuda"
 HEADERS = pathlib.Path(jax.ffi.include_dir())
 COMPILER = os.environ.get("CXX", "g++")
-TESTS = re.findall(
-    r'^    \{"(\w+)", \w+\},$', (SOURCES / "host_test.cc").read_text(), re.M
-)
+TESTS = [
+    name
+    for path in sorted(SOURCES.glob("*_test.cc"))
+    for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.M)
+]
 
 pytestmark = [
     pytest.mark.jax_version,
@@ -54,13 +57,15 @@ def build(output: pathlib.Path, *arguments: str) -> None:
 def built(tmp_path_factory) -> pathlib.Path:
     """A folder with host_test, and the stand-ins in a folder per NCCL version."""
     folder = tmp_path_factory.mktemp("standin")
-    ours = sorted((ROOT / "ffi" / "cuda").glob("*.cc"))
-    build(
-        folder / "host_test",
-        str(SOURCES / "host_test.cc"),
-        *[str(path) for path in ours],
-        *["-ldl", "-pthread"],
-    )
+    sources = [*(ROOT / "ffi" / "cuda").glob("*.cc"), *SOURCES.glob("*_test.cc")]
+    objects = [folder / f"{path.stem}.o" for path in sources]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for done in [
+            pool.submit(build, to, "-c", str(path))
+            for to, path in zip(objects, sources, strict=True)
+        ]:
+            done.result()
+    build(folder / "host_test", *map(str, objects), "-ldl", "-pthread")
     for version, macros in NCCL_BUILDS.items():
         for name in ("cuda", "nccl"):
             soname = {"cuda": "libcuda.so.1", "nccl": "libnccl.so.2"}[name]

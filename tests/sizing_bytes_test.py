@@ -24,6 +24,7 @@ PROGRAM = """
 #include <initializer_list>
 
 #include "workspace.h"
+using namespace jax_ep;
 using namespace jax_ep::cuda;
 constexpr int64_t kWidths[] = {WIDTHS};
 int main() {

@@ -52,7 +52,7 @@ class Stream {
 struct Slot {
   std::mutex mutex;
   std::vector<std::unique_ptr<Workspace>> generations;
-  std::string failure;  // after ranks met: trying again would meet nobody
+  Status failure;  // after ranks met: trying again would meet nobody
 };
 
 struct Slots {
@@ -78,7 +78,7 @@ Slots& AllSlots() {
   return slots;
 }
 
-std::string ReadDevice(const Driver& driver, Workspace* workspace) {
+Status ReadDevice(const Driver& driver, Workspace* workspace) {
   const std::pair<int*, int> wanted[] = {
       {&workspace->num_sms, kAttributeNumSms},
       {&workspace->max_shared_bytes, kAttributeMaxSharedBytes},
@@ -88,9 +88,9 @@ std::string ReadDevice(const Driver& driver, Workspace* workspace) {
   for (const auto& [value, attribute] : wanted) {
     const CUresult result =
         driver.cuDeviceGetAttribute(value, attribute, workspace->device);
-    if (result != 0) return driver.Describe("cuDeviceGetAttribute", result);
+    if (result != 0) return driver.Failure("cuDeviceGetAttribute", result);
   }
-  return "";
+  return Status();
 }
 
 // Zeroes the workspace and writes the hello page behind it.
@@ -105,78 +105,76 @@ CUresult Prepare(const Driver& driver, CUdeviceptr base, const Hello& hello,
 }
 
 // Reads every peer's hello page through the addresses that the kernels will use.
-std::string CheckPeers(const Driver& driver, Hello expected, CUstream stream,
-                       Workspace* workspace) {
+Status CheckPeers(const Driver& driver, Hello expected, CUstream stream,
+                  Workspace* workspace) {
   for (int r = 0; r < workspace->num_ranks; ++r) {
     Hello seen{};
     CUresult result = driver.cuMemcpyDtoHAsync(
         &seen, workspace->peers[r] + expected.workspace_bytes, sizeof(seen), stream);
     if (result == 0) result = driver.cuStreamSynchronize(stream);
     if (result != 0) {
-      return driver.Describe("reading a peer's workspace", result) + ", rank " +
-             std::to_string(r);
+      return driver.Failure("reading a peer's workspace", result, Concat(", rank ", r));
     }
     expected.rank = r;
     expected.num_sms = seen.num_sms;
     if (std::memcmp(&seen, &expected, sizeof(seen)) != 0) {
-      return "expected the workspace of rank " + std::to_string(r) + " (kernel ABI " +
-             std::to_string(expected.kernel_abi) + ", " +
-             std::to_string(expected.num_ranks) + " ranks), got rank " +
-             std::to_string(seen.rank) + " (kernel ABI " +
-             std::to_string(seen.kernel_abi) + ", " + std::to_string(seen.num_ranks) +
-             " ranks); all processes must run the same jax_ep";
+      return FailedPrecondition("expected the workspace of rank ", r, " (kernel ABI ",
+                                expected.kernel_abi, ", ", expected.num_ranks,
+                                " ranks), got rank ", seen.rank, " (kernel ABI ",
+                                seen.kernel_abi, ", ", seen.num_ranks,
+                                " ranks); all processes must run the same jax_ep.");
     }
     workspace->num_sms = std::min(workspace->num_sms, seen.num_sms);
   }
-  return "";
+  return Status();
 }
 
-std::string MakeErrorRecord(const Driver& driver, const std::string& axis,
-                            Workspace* workspace) {
+Status MakeErrorRecord(const Driver& driver, const std::string& axis,
+                       Workspace* workspace) {
   void* record = nullptr;
   CUresult result = driver.cuMemHostAlloc(&record, sizeof(ErrorRecord),
                                           kHostAllocPortable | kHostAllocDeviceMap);
-  if (result != 0) return driver.Describe("cuMemHostAlloc", result);
+  if (result != 0) return driver.Failure("cuMemHostAlloc", result);
   std::memset(record, 0, sizeof(ErrorRecord));
   result = driver.cuMemHostGetDevicePointer(&workspace->error_record, record, 0);
-  if (result != 0) return driver.Describe("cuMemHostGetDevicePointer", result);
+  if (result != 0) return driver.Failure("cuMemHostGetDevicePointer", result);
   WatchRecord(static_cast<const ErrorRecord*>(record), axis, workspace->rank,
               workspace->num_ranks, workspace->device);
-  return "";
+  return Status();
 }
 
 // Checks that the group is what the program says and lies in one NVLink domain.
-std::string CheckGroup(const Nccl& nccl, ncclComm_t comm, int num_ranks, int* rank) {
+Status CheckGroup(const Nccl& nccl, ncclComm_t comm, int num_ranks, int* rank) {
   int count = 0;
   ncclResult result = nccl.ncclCommCount(comm, &count);
   if (result == 0) result = nccl.ncclCommUserRank(comm, rank);
-  if (result != 0) return nccl.Describe("ncclCommUserRank", result, comm);
+  if (result != 0) return nccl.Failure("ncclCommUserRank", result, comm);
   if (count != num_ranks || *rank < 0 || *rank >= count) {
-    return "expected a communicator of " + std::to_string(num_ranks) +
-           " ranks, got rank " + std::to_string(*rank) + " of " + std::to_string(count);
+    return FailedPrecondition("expected a communicator of ", num_ranks,
+                              " ranks, got rank ", *rank, " of ", count, ".");
   }
   const NcclTeam team = nccl.ncclTeamLsa(comm);
   if (team.num_ranks != num_ranks || team.rank != *rank) {
-    return "expected all " + std::to_string(num_ranks) +
-           " ranks in one NVLink domain, got " + std::to_string(team.num_ranks) +
-           " that reach each other by load and store. implementation='xla' runs on "
-           "any network";
+    return FailedPrecondition(
+        "expected all ", num_ranks, " ranks in one NVLink domain, got ", team.num_ranks,
+        " that reach each other by load and store; implementation='xla' runs on any "
+        "network.");
   }
-  return "";
+  return Status();
 }
 
 // `met` is set once other ranks may wait for this one, or may have seen it fail.
-std::string Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
-                 Workspace* workspace, bool* met) {
+Status Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
+            Workspace* workspace, bool* met) {
   const int num_ranks = workspace->num_ranks;
-  if (std::string error = ReadDevice(driver, workspace); !error.empty()) return error;
+  if (Status status = ReadDevice(driver, workspace); !status.ok()) return status;
   const Nccl* nccl = nullptr;
   if (comm != nullptr) {
     nccl = &Nccl::Get();
-    if (!nccl->error.empty()) return nccl->error;
-    if (std::string error = CheckGroup(*nccl, comm, num_ranks, &workspace->rank);
-        !error.empty()) {
-      return error;
+    if (!nccl->status.ok()) return nccl->status;
+    if (Status status = CheckGroup(*nccl, comm, num_ranks, &workspace->rank);
+        !status.ok()) {
+      return status;
     }
   }
   const Hello hello{kMagic,
@@ -187,14 +185,13 @@ std::string Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
                     static_cast<uint64_t>(WorkspaceBytes(num_ranks))};
   const size_t bytes = hello.workspace_bytes + kHelloBytes;
   Stream stream(driver);
-  if (stream.result != 0) return driver.Describe("cuStreamCreate", stream.result);
+  if (stream.result != 0) return driver.Failure("cuStreamCreate", stream.result);
   if (comm == nullptr) {  // one rank: any memory will do
     CUresult result = driver.cuMemAlloc(&workspace->peers[0], bytes);
     if (result == 0)
       result = Prepare(driver, workspace->peers[0], hello, stream.stream);
     if (result != 0) {
-      return driver.Describe("cuMemAlloc", result) + " of " + std::to_string(bytes) +
-             " bytes";
+      return driver.Failure(Concat("cuMemAlloc of ", bytes, " bytes"), result);
     }
     return MakeErrorRecord(driver, axis, workspace);
   }
@@ -202,28 +199,28 @@ std::string Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
   void* memory = nullptr;
   ncclResult result = nccl->ncclMemAlloc(&memory, bytes);
   if (result != 0) {
-    return nccl->Describe("ncclMemAlloc", result, comm) + " of " +
-           std::to_string(bytes) +
-           " bytes; XLA_PYTHON_CLIENT_MEM_FRACTION leaves less to XLA";
+    return nccl->Failure(
+        Concat("ncclMemAlloc of ", bytes, " bytes"), result, comm,
+        "; a smaller XLA_PYTHON_CLIENT_MEM_FRACTION leaves less to XLA");
   }
   CUresult prepared =
       Prepare(driver, reinterpret_cast<CUdeviceptr>(memory), hello, stream.stream);
-  if (prepared != 0) return driver.Describe("clearing the workspace", prepared);
+  if (prepared != 0) return driver.Failure("clearing the workspace", prepared);
   ncclWindow_t window = nullptr;
   result =
       nccl->ncclCommWindowRegister(comm, memory, bytes, &window, kWindowCollSymmetric);
   result = AwaitCommunicator(*nccl, comm, result);
-  if (result != 0) return nccl->Describe("ncclCommWindowRegister", result, comm);
+  if (result != 0) return nccl->Failure("ncclCommWindowRegister", result, comm);
   if (window == nullptr) {
-    return "NCCL has no symmetric memory between these devices (NCCL_CUMEM_ENABLE=0, "
-           "NCCL_WIN_ENABLE=0, or no peer access)";
+    return FailedPrecondition(
+        "NCCL has no symmetric memory between these devices (NCCL_CUMEM_ENABLE=0, "
+        "NCCL_WIN_ENABLE=0, or no peer access).");
   }
-  std::string error =
-      PeerAddresses(*nccl, driver, comm, window, num_ranks, workspace->rank,
-                    stream.stream, workspace->peers.data());
-  if (error.empty()) error = CheckPeers(driver, hello, stream.stream, workspace);
-  if (error.empty()) error = MakeErrorRecord(driver, axis, workspace);
-  return error;
+  Status status = PeerAddresses(*nccl, driver, comm, window, num_ranks, workspace->rank,
+                                stream.stream, workspace->peers.data());
+  if (status.ok()) status = CheckPeers(driver, hello, stream.stream, workspace);
+  if (status.ok()) status = MakeErrorRecord(driver, axis, workspace);
+  return status;
 }
 
 constexpr const char* kStampNames[kNumStamps] = {"began", "last_send", "last_arrival",
@@ -266,18 +263,18 @@ bool IsMapped(const Driver& driver, const Workspace& workspace) {
          0;
 }
 
-std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
-                            const std::string& axis, const Workspace** workspace) {
+Status ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
+                       const std::string& axis, const Workspace** workspace) {
   Slots& slots = AllSlots();
   const Driver& driver = Driver::Get();
-  if (!driver.error.empty()) return driver.error;
+  if (!driver.status.ok()) return driver.status;
   CUcontext context = nullptr;
   CUdevice device = 0;
   CUresult result = driver.cuStreamGetCtx(stream, &context);
-  if (result != 0) return driver.Describe("cuStreamGetCtx", result);
+  if (result != 0) return driver.Failure("cuStreamGetCtx", result);
   ScopedContext current(driver, context);
   result = driver.cuCtxGetDevice(&device);
-  if (result != 0) return driver.Describe("cuCtxGetDevice", result);
+  if (result != 0) return driver.Failure("cuCtxGetDevice", result);
 
   Slot& slot = slots.Find(comm, device);
   // Only this slot is locked while ranks meet inside NCCL: other communicators, and
@@ -285,33 +282,32 @@ std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
   std::lock_guard<std::mutex> lock(slot.mutex);
   if (!slot.generations.empty() && IsMapped(driver, *slot.generations.back())) {
     *workspace = slot.generations.back().get();
-    return "";
+    return Status();
   }
-  if (!slot.failure.empty()) return slot.failure;
+  if (!slot.failure.ok()) return slot.failure;
   auto made = std::make_unique<Workspace>();
   made->context = context;
   made->device = device;
   made->num_ranks = num_ranks;
   bool met = false;
-  std::string error = Make(driver, comm, axis, made.get(), &met);
-  if (!error.empty()) {
-    error = "jax_ep: no workspace for axis \"" + axis + "\", rank " +
-            std::to_string(made->rank) + " of " + std::to_string(num_ranks) +
-            ", device " + std::to_string(device) + ": " + error + ".";
+  Status status = Make(driver, comm, axis, made.get(), &met);
+  if (!status.ok()) {
+    status = status.Within(Concat("no workspace for axis \"", axis, "\", rank ",
+                                  made->rank, " of ", num_ranks, ", device ", device));
     if (met) {
-      slot.failure = error;
-      PrintLine(error);
+      slot.failure = status;
+      PrintLine("jax_ep: " + status.message());
     }
-    return error;
+    return status;
   }
   made->is_checkable = true;
   made->is_checkable = IsMapped(driver, *made);
   slot.generations.push_back(std::move(made));
   *workspace = slot.generations.back().get();
-  return "";
+  return Status();
 }
 
-std::string CopyStamps(std::vector<StampRecord>* records) {
+Status CopyStamps(std::vector<StampRecord>* records) {
   const Driver& driver = Driver::Get();
   for (Slot* slot : AllSlots().All()) {
     std::lock_guard<std::mutex> lock(slot->mutex);
@@ -320,7 +316,7 @@ std::string CopyStamps(std::vector<StampRecord>* records) {
     ScopedContext current(driver, workspace.context);
     if (!IsMapped(driver, workspace)) continue;
     Stream stream(driver);
-    if (stream.result != 0) return driver.Describe("cuStreamCreate", stream.result);
+    if (stream.result != 0) return driver.Failure("cuStreamCreate", stream.result);
     const CUdeviceptr from = workspace.peers[workspace.rank] + kStampsOffset;
     std::vector<int64_t> words(kStampsBytes / sizeof(int64_t));
     CUresult result =
@@ -328,10 +324,10 @@ std::string CopyStamps(std::vector<StampRecord>* records) {
     if (result == 0)
       result = driver.cuMemsetD8Async(from, 0, kStampsBytes, stream.stream);
     if (result == 0) result = driver.cuStreamSynchronize(stream.stream);
-    if (result != 0) return driver.Describe("reading stamps", result);
+    if (result != 0) return driver.Failure("reading stamps", result);
     AppendStamps(words, workspace, records);
   }
-  return "";
+  return Status();
 }
 
 }  // namespace jax_ep::cuda

@@ -11,6 +11,7 @@
 #include "ffi/cuda/nccl.h"
 #include "ffi/cuda/workspace.h"
 #include "ffi/stamps.h"
+#include "ffi/status.h"
 
 namespace jax_ep::cuda {
 
@@ -30,17 +31,16 @@ struct Workspace {
 
 // The workspace of `comm` (null for a group of one rank, which needs none) on the
 // device of `stream`, made if this is the first call. Every rank must call it, since
-// registering a window is collective. `axis` is for messages. Returns "" or what went
-// wrong.
-std::string ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
-                            const std::string& axis, const Workspace** workspace);
+// registering a window is collective. `axis` is for messages.
+Status ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
+                       const std::string& axis, const Workspace** workspace);
 
 // Whether the communicator that `workspace` was made for still stands.
 bool IsMapped(const Driver& driver, const Workspace& workspace);
 
 // Appends the stamps that the latest stamped calls left in every workspace, and clears
-// them. Returns "" or what went wrong.
-std::string CopyStamps(std::vector<StampRecord>* records);
+// them.
+Status CopyStamps(std::vector<StampRecord>* records);
 
 }  // namespace jax_ep::cuda
 

@@ -28,9 +28,9 @@ Driver Open() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* reason = dlerror();
-    driver.error = "jax_ep: the CUDA driver library libcuda.so.1 cannot be opened (";
-    driver.error += reason ? reason : "no reason given";
-    driver.error += ").";
+    driver.status =
+        FailedPrecondition("the CUDA driver library libcuda.so.1 cannot be opened (",
+                           reason ? reason : "no reason given", ").");
     return driver;
   }
   auto get = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
@@ -68,10 +68,10 @@ Driver Open() {
     Resolve(get, "cuFuncLoad", kFuncLoadVersion, driver.cuFuncLoad);
   }
   if (!missing.empty()) {
-    driver.error =
-        "jax_ep: the CUDA driver is too old, a driver for CUDA 12 or later "
-        "is needed (libcuda.so.1 lacks " +
-        missing + ").";
+    driver.status = FailedPrecondition(
+        "the CUDA driver is too old, a driver for CUDA 12 or later is needed "
+        "(libcuda.so.1 lacks ",
+        missing, ").");
   }
   return driver;
 }
@@ -83,13 +83,15 @@ const Driver& Driver::Get() {
   return driver;
 }
 
-std::string Driver::Describe(const std::string& call, CUresult result) const {
+Status Driver::Failure(const std::string& call, CUresult result,
+                       const std::string& more) const {
   const char* name = nullptr;
   const char* text = nullptr;
   if (cuGetErrorName(result, &name) != 0) name = nullptr;
   if (cuGetErrorString(result, &text) != 0) text = nullptr;
-  return call + ": " + (name ? name : "CUDA error " + std::to_string(result)) +
-         (text ? " (" + std::string(text) + ")" : "");
+  return FailedPrecondition(call, ": ",
+                            name ? name : "CUDA error " + std::to_string(result),
+                            text ? Concat(" (", text, ")") : "", more, ".");
 }
 
 ScopedContext::ScopedContext(const Driver& driver, CUcontext context)

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "ffi/status.h"
+
 // Opaque handles, named as in cuda.h so that its manual can be read beside this.
 struct CUctx_st;
 struct CUfunc_st;
@@ -75,12 +77,14 @@ struct Driver {
   // Loads a function before its first launch (driver 12.4 and later), else null.
   CUresult (*cuFuncLoad)(CUfunction) = nullptr;
 
-  std::string error;  // why the driver cannot be used; empty if it can
+  Status status;  // why the driver cannot be used, if it cannot
 
   static const Driver& Get();
 
-  // "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
-  std::string Describe(const std::string& call, CUresult result) const;
+  // Why `call` failed: "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory)", what
+  // `more` says, and a full stop.
+  Status Failure(const std::string& call, CUresult result,
+                 const std::string& more = "") const;
 };
 
 // Makes the context of `stream` (or `context`) current for a scope, where it is not.

@@ -7,11 +7,13 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/arguments.h"
+#include "ffi/attributes.h"
+#include "ffi/calls.h"
 #include "ffi/cuda/communicator.h"
 #include "ffi/cuda/driver.h"
 #include "ffi/cuda/loader.h"
 #include "ffi/cuda/stages.h"
+#include "ffi/cuda/state.h"
 #include "ffi/cuda/watcher.h"
 #include "xla/ffi/api/collectives_c_api.h"
 #include "xla/ffi/api/ffi.h"
@@ -53,15 +55,6 @@ struct CollectivesTag {
   }
 };
 
-ffi::Error ToFfi(const char* op, const Status& status) {
-  if (status.ok()) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(Concat("jax_ep.", op, ": ", status.message()));
-}
-
-ffi::Error FailedPrecondition(std::string message) {
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::move(message));
-}
-
 ffi::Error TakeError(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   std::string message = ffi::internal::GetErrorMessage(api, error);
   ffi::internal::DestroyError(api, error);
@@ -74,13 +67,12 @@ template <typename Stage>
 ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary dictionary) {
   auto state = std::make_unique<CudaState>();
   Attributes attrs(dictionary);
-  Status status = ReadCommon(attrs, state->config);
+  Status status = ReadConfig<typename Stage::Call>(attrs, state->config);
   if (status.ok()) status = Stage::Read(attrs, *state);
-  if (status.ok()) {
-    ReadImages(attrs, *state);
-    status = attrs.status();
+  if (status.ok()) status = ReadImages(attrs, *state);
+  if (!status.ok()) {
+    return ffi::Unexpected(ToFfi(status.Within(OpName(Stage::Call::kOp))));
   }
-  if (!status.ok()) return ffi::Unexpected(ToFfi(Stage::kOp, status));
   const Config& config = state->config;
   for (int64_t g = 0; g < config.num_groups(); ++g) {
     state->groups.push_back({config.groups.data() + g * config.num_ranks,
@@ -100,10 +92,10 @@ ffi::Error EarlierError(const ffi::Context& context) {
 ffi::ErrorOr<Collectives> GetCollectives(const ffi::Context& context) {
   auto collectives = context.get<ffi::Extension<CollectivesTag>>();
   if (collectives.has_value()) return *collectives;
-  return ffi::Unexpected(FailedPrecondition(
+  return ffi::Unexpected(ToFfi(FailedPrecondition(
       "jax_ep: CUDA needs jaxlib >= 0.11.2, which lends its communicators to custom "
-      "calls; " +
-      collectives.error().message()));
+      "calls (",
+      collectives.error().message(), ").")));
 }
 
 ffi::Error Prepare(ffi::Context context, CudaState* state) {
@@ -150,26 +142,27 @@ ffi::Error GetCommunicator(const ffi::Context& context, const CudaState& state,
 
 // The kernel for the device of `ready->workspace`, and its launch.
 template <typename Stage>
-std::string Load(const CudaState& state, Ready* ready) {
+Status Load(const CudaState& state, Ready* ready) {
   const Driver& driver = Driver::Get();
   const Workspace& workspace = *ready->workspace;
-  const std::string arch = "sm_" + std::to_string(workspace.compute_major) +
-                           std::to_string(workspace.compute_minor) + "a";
+  const std::string arch =
+      Concat("sm_", workspace.compute_major, workspace.compute_minor, "a");
   const auto image = state.images.find(arch);
   if (image == state.images.end()) {
     std::string archs;
     for (const auto& entry : state.images) archs += " " + entry.first;
-    return "the program has kernels for" + archs + ", and the device is " + arch +
-           "; compile it where such a device is";
+    return FailedPrecondition("the program has kernels for", archs,
+                              ", and the device is ", arch,
+                              "; compile it where such a device is.");
   }
   ready->dims = Stage::Shape(state, workspace.num_sms);
   if (ready->dims.shared_bytes > workspace.max_shared_bytes) {
-    return "the kernel needs " + std::to_string(ready->dims.shared_bytes) +
-           " bytes of shared memory per block, and the device has " +
-           std::to_string(workspace.max_shared_bytes);
+    return FailedPrecondition("the kernel needs ", ready->dims.shared_bytes,
+                              " bytes of shared memory per block, and the device has ",
+                              workspace.max_shared_bytes, ".");
   }
   ScopedContext current(driver, workspace.context);
-  return LoadKernel(driver, image->second, Stage::kEntry, workspace.device,
+  return LoadKernel(driver, image->second, Stage::Call::kTarget, workspace.device,
                     ready->dims.shared_bytes, &ready->function);
 }
 
@@ -186,14 +179,11 @@ ffi::Error Initialize(CUstream stream, int32_t ordinal, ffi::Context context,
       error.failure()) {
     return error;
   }
-  std::string error =
+  Status status =
       ObtainWorkspace(communicator, stream, static_cast<int>(state->config.num_ranks),
                       state->config.axis, &ready.workspace);
-  if (!error.empty()) return FailedPrecondition(std::move(error));
-  error = Load<Stage>(*state, &ready);
-  if (!error.empty()) {
-    return FailedPrecondition(Concat("jax_ep.", Stage::kOp, ": ", error, "."));
-  }
+  if (status.ok()) status = Load<Stage>(*state, &ready);
+  if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Call::kOp)));
   state->SetReady(ordinal, ready);
   return ffi::Error::Success();
 }
@@ -202,26 +192,23 @@ template <typename Stage>
 ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   const Ready ready = state->GetReady(ordinal);
+  Status status;
+  typename Stage::Call call;
   if (ready.workspace == nullptr) {
-    return ffi::Error::Internal(
-        Concat("jax_ep.", Stage::kOp, ": executed before it was initialized."));
+    status = Internal("executed before it was initialized.");
   }
+  if (status.ok()) status = Decode(state->config, args, rets, call);
+  if (status.ok()) status = Stage::Check(state->sizes, call);
+  if (status.ok()) {
+    status = CheckPieces(ready.dims, ready.workspace->num_ranks, call.num_tokens);
+  }
+  if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Call::kOp)));
+
   const Workspace& workspace = *ready.workspace;
   typename Stage::Params params{};
-  Buffers operands = OperandsOf(args);
-  Buffers results = ResultsOf(rets);
+  Stage::Fill(state->config, call, params);
   CommonParams& common = params.common;
-  common.rank_operand = operands.Take<int32_t>("rank", kS32, {2});
-  Status status = Stage::Decode(*state, operands, results, params);
-  // A buffer of the wrong shape is the cause of what Decode found, if there is one.
-  if (Status finish = results.Finish(); !finish.ok()) status = finish;
-  if (Status finish = operands.Finish(); !finish.ok()) status = finish;
-  if constexpr (!std::is_same_v<Stage, LayoutStage>) {
-    if (status.ok()) {
-      status = CheckPieces(ready.dims, workspace.num_ranks, params.num_tokens);
-    }
-  }
-  if (!status.ok()) return ToFfi(Stage::kOp, status);
+  common.rank_operand = call.rank;
   for (int r = 0; r < workspace.num_ranks; ++r) {
     common.peers[r] = reinterpret_cast<uint8_t*>(workspace.peers[r]);
   }
@@ -242,8 +229,9 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
   const CUresult result =
       driver.cuLaunchKernelEx(&launch, ready.function, kernel_args, nullptr);
   if (result == 0) return ffi::Error::Success();
-  return ffi::Error::Internal(Concat("jax_ep.", Stage::kOp, ": ",
-                                     driver.Describe("cuLaunchKernelEx", result), "."));
+  status = driver.Failure("cuLaunchKernelEx", result);
+  return ToFfi(
+      Status(Code::kInternal, status.message()).Within(OpName(Stage::Call::kOp)));
 }
 
 // Runs a handler. What it may throw (for want of memory) must not reach XLA.
@@ -305,7 +293,7 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
 
 template <typename Stage>
 void Append(std::vector<Registration>& all) {
-  const char* target = Stage::kEntry;  // a custom call has the name of its kernel
+  const char* target = Stage::Call::kTarget;  // which is its kernel's name too
   all.push_back({target, "instantiate", InstantiateHandler<Stage>});
   all.push_back({target, "prepare", PrepareHandler});
   all.push_back({target, "initialize", InitializeHandler<Stage>});
@@ -328,8 +316,6 @@ TypeRegistration StateType() {
 
 std::string CheckError() { return RecordedError(); }
 
-std::string TakeStamps(std::vector<StampRecord>* records) {
-  return CopyStamps(records);
-}
+Status TakeStamps(std::vector<StampRecord>* records) { return CopyStamps(records); }
 
 }  // namespace jax_ep::cuda

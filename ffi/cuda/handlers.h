@@ -14,6 +14,7 @@
 
 #include "ffi/registration.h"
 #include "ffi/stamps.h"
+#include "ffi/status.h"
 
 namespace jax_ep::cuda {
 
@@ -33,9 +34,8 @@ TypeRegistration StateType();
 std::string CheckError();
 
 // Appends the stamps of the devices' latest stamped calls, and forgets them. Waits for
-// its own copies only: the caller knows that the calls are over. Returns "" or what
-// went wrong.
-std::string TakeStamps(std::vector<StampRecord>* records);
+// its own copies only: the caller knows that the calls are over.
+Status TakeStamps(std::vector<StampRecord>* records);
 
 }  // namespace jax_ep::cuda
 

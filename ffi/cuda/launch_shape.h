@@ -40,9 +40,10 @@ JAX_EP_HD constexpr int NumChannels(int num_ranks, int slot_bytes, int wanted) {
   return static_cast<int>(Max(1, Min(Min(wanted, kMaxChannels), slots / kMinSlots)));
 }
 
-// The most tokens per rank of a dispatch or combine: the pieces of a channel are
-// counted in kCountBits.
+// The most tokens per rank: the pieces of a channel are counted in kCountBits. A layout
+// has none.
 JAX_EP_HD constexpr int64_t MaxTokens(const LaunchDims& dims, int num_ranks) {
+  if (dims.num_pieces == 0) return int64_t{1} << 62;
   const int64_t pieces = (int64_t{1} << kCountBits) - 1;
   return pieces / dims.num_pieces *
          NumChannels(num_ranks, dims.slot_bytes, dims.channels);

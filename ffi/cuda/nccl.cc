@@ -41,9 +41,9 @@ Nccl Open() {
   // RTLD_NOLOAD: a second copy would know nothing of XLA's communicators.
   void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) {
-    nccl.error =
-        "jax_ep: this process has not loaded libnccl.so.2, so XLA has no NCCL "
-        "communicator to share. Expected jax[cuda13] with nvidia-nccl-cu13.";
+    nccl.status = FailedPrecondition(
+        "this process has not loaded libnccl.so.2, so XLA has no NCCL communicator to "
+        "share; jax[cuda13] brings it, with nvidia-nccl-cu13.");
     return nccl;
   }
   auto find = [&](const char* name, auto& fn) {
@@ -52,12 +52,13 @@ Nccl Open() {
   };
   ncclResult (*get_version)(int*) = nullptr;
   if (!find("ncclGetVersion", get_version) || get_version(&nccl.version) != 0) {
-    nccl.error = "jax_ep: libnccl.so.2 does not tell its version.";
+    nccl.status = FailedPrecondition("libnccl.so.2 does not tell its version.");
     return nccl;
   }
   if (nccl.version < kMinVersion) {
-    nccl.error = "jax_ep: expected NCCL >= 2.28, got " + VersionText(nccl.version) +
-                 ". Install nvidia-nccl-cu13>=2.28.9.";
+    nccl.status =
+        FailedPrecondition("expected NCCL >= 2.28, got ", VersionText(nccl.version),
+                           "; install nvidia-nccl-cu13>=2.28.9.");
     return nccl;
   }
   std::string missing;
@@ -77,8 +78,8 @@ Nccl Open() {
     need("ncclGetLsaDevicePointer", nccl.ncclGetLsaDevicePointer);
   }
   if (!missing.empty()) {
-    nccl.error =
-        "jax_ep: NCCL " + VersionText(nccl.version) + " lacks " + missing + ".";
+    nccl.status =
+        FailedPrecondition("NCCL ", VersionText(nccl.version), " lacks ", missing, ".");
   }
   return nccl;
 }
@@ -90,13 +91,14 @@ const Nccl& Nccl::Get() {
   return nccl;
 }
 
-std::string Nccl::Describe(const char* call, ncclResult result, ncclComm_t comm) const {
-  std::string text = std::string(call) + ": " + ncclGetErrorString(result);
+Status Nccl::Failure(const std::string& call, ncclResult result, ncclComm_t comm,
+                     const std::string& more) const {
+  std::string text = call + ": " + ncclGetErrorString(result);
   const char* last = ncclGetLastError(comm);
   if (last != nullptr && *last != '\0') {
     text += " (NCCL's last error: " + std::string(last) + ")";
   }
-  return text + " [NCCL " + VersionText(version) + "]";
+  return FailedPrecondition(text, " [NCCL ", VersionText(version), "]", more, ".");
 }
 
 ncclResult AwaitCommunicator(const Nccl& nccl, ncclComm_t comm, ncclResult result) {
@@ -110,37 +112,38 @@ ncclResult AwaitCommunicator(const Nccl& nccl, ncclComm_t comm, ncclResult resul
   return result;
 }
 
-std::string PeerAddresses(const Nccl& nccl, const Driver& driver, ncclComm_t comm,
-                          ncclWindow_t window, int num_ranks, int rank, CUstream stream,
-                          CUdeviceptr* addresses) {
+Status PeerAddresses(const Nccl& nccl, const Driver& driver, ncclComm_t comm,
+                     ncclWindow_t window, int num_ranks, int rank, CUstream stream,
+                     CUdeviceptr* addresses) {
   if (nccl.ncclGetLsaDevicePointer != nullptr) {
     for (int r = 0; r < num_ranks; ++r) {
       void* address = nullptr;
       const ncclResult result = nccl.ncclGetLsaDevicePointer(window, 0, r, &address);
-      if (result != 0) return nccl.Describe("ncclGetLsaDevicePointer", result, comm);
+      if (result != 0) return nccl.Failure("ncclGetLsaDevicePointer", result, comm);
       addresses[r] = reinterpret_cast<CUdeviceptr>(address);
     }
-    return "";
+    return Status();
   }
   Window228 view{};
   CUresult result = driver.cuMemcpyDtoHAsync(
       &view, reinterpret_cast<CUdeviceptr>(window), sizeof(view), stream);
   if (result == 0) result = driver.cuStreamSynchronize(stream);
   if (result != 0) {
-    return driver.Describe("reading the NCCL window", result) +
-           "; NCCL has no symmetric memory between these devices";
+    return driver.Failure("reading the NCCL window", result,
+                          "; NCCL has no symmetric memory between these devices");
   }
   // A library built differently would show here rather than as a wild store.
   if (view.lsa_rank != rank || view.world_rank != rank || view.stride_4g == 0 ||
       view.lsa_flat_base == 0) {
-    return "NCCL " + VersionText(nccl.version) +
-           " has an unknown window layout; install nvidia-nccl-cu13>=2.29";
+    return FailedPrecondition(
+        "NCCL ", VersionText(nccl.version),
+        " has an unknown window layout; install nvidia-nccl-cu13>=2.29.");
   }
   for (int r = 0; r < num_ranks; ++r) {
     addresses[r] =
         view.lsa_flat_base + (static_cast<CUdeviceptr>(view.stride_4g) << 32) * r;
   }
-  return "";
+  return Status();
 }
 
 }  // namespace jax_ep::cuda

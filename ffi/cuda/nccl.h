@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ffi/cuda/driver.h"
+#include "ffi/status.h"
 
 struct ncclComm;
 struct ncclWindow_vidmem;
@@ -40,22 +41,22 @@ struct Nccl {
   // Address at which this device sees `offset` of a rank's window; null before 2.29.
   ncclResult (*ncclGetLsaDevicePointer)(ncclWindow_t, size_t, int, void**) = nullptr;
 
-  int version = 0;    // e.g. 22809
-  std::string error;  // why NCCL cannot be used; empty if it can
+  int version = 0;  // e.g. 22809
+  Status status;    // why NCCL cannot be used, if it cannot
 
   static const Nccl& Get();
 
-  // "ncclMemAlloc: unhandled cuda error (NCCL's last error: ...)".
-  std::string Describe(const char* call, ncclResult result, ncclComm_t comm) const;
+  // Why `call` failed: "ncclMemAlloc: unhandled cuda error (NCCL's last error: ...)
+  // [NCCL 2.28.9]", what `more` says, and a full stop.
+  Status Failure(const std::string& call, ncclResult result, ncclComm_t comm,
+                 const std::string& more = "") const;
 };
 
 // Addresses at which this device sees the windows of all `num_ranks` ranks of one
-// NVLink domain, in rank order; returns "" or what went wrong. `stream` is any stream
-// of the device; `self` and `rank` are the local address and rank that the result is
-// checked against.
-std::string PeerAddresses(const Nccl& nccl, const Driver& driver, ncclComm_t comm,
-                          ncclWindow_t window, int num_ranks, int rank, CUstream stream,
-                          CUdeviceptr* addresses);
+// NVLink domain, in rank order. `stream` is any stream of the device.
+Status PeerAddresses(const Nccl& nccl, const Driver& driver, ncclComm_t comm,
+                     ncclWindow_t window, int num_ranks, int rank, CUstream stream,
+                     CUdeviceptr* addresses);
 
 // Waits for what a non-blocking communicator left in progress; a blocking one returns
 // at once. `result` is what the call returned.

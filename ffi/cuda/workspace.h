@@ -7,34 +7,15 @@
 #ifndef JAX_EP_FFI_CUDA_WORKSPACE_H_
 #define JAX_EP_FFI_CUDA_WORKSPACE_H_
 
-#ifdef __CUDACC__
-#define JAX_EP_HD __host__ __device__
-#else
-#define JAX_EP_HD
-#endif
-
-#ifdef __CUDACC_RTC__
-typedef signed char int8_t;
-typedef unsigned char uint8_t;
-typedef unsigned short uint16_t;
-typedef int int32_t;
-typedef unsigned int uint32_t;
-typedef long long int64_t;
-typedef unsigned long long uint64_t;
-#else
-#include <cstdint>
-#endif
+#include "dtypes.h"
+#include "limits.h"
+#include "portable.h"
 
 namespace jax_ep::cuda {
 
 // Changed with every struct, offset or launch shape that host and kernels share, here
 // and in launch_shape.h; kAbiVersion with it, since programs carry their kernels.
 constexpr int kKernelAbi = 3;
-
-constexpr int kMaxRanks = 64;
-constexpr int kMaxTopk = 32;
-constexpr int kMaxExperts = 2048;
-constexpr int kMaxLeaves = 16;
 
 // ---------------------------------------------------------------------------
 // Workspace. Every rank of a communicator holds one, registered as a symmetric
@@ -271,10 +252,6 @@ static_assert(sizeof(CombineParams) <= 4096, "");
 // defaults.
 // ---------------------------------------------------------------------------
 
-enum LeafDtype : int32_t { kLeafF32 = 0, kLeafBf16 = 1, kLeafF16 = 2 };
-
-JAX_EP_HD constexpr int LeafItemBytes(int dtype) { return dtype == kLeafF32 ? 4 : 2; }
-
 JAX_EP_HD constexpr int64_t AlignUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -349,8 +326,9 @@ JAX_EP_HD constexpr CombineShape MakeCombineShape(const int32_t* dtypes,
                                                   bool has_row_values) {
   CombineShape shape{};
   for (int i = 0; i < num_leaves; ++i) {
-    const int item = LeafItemBytes(dtypes[i]);
-    const int wire_item = wire_f32 ? 4 : item;
+    const CombineTypes types = MakeCombineTypes(dtypes[i], wire_f32);
+    const int item = LeafItemBytes(types.load);
+    const int wire_item = LeafItemBytes(types.wire);
     const CombineLeaf leaf = MakeCombineLeaf(widths[i], wire_item);
     shape.num_pieces += leaf.num_pieces;
     const int32_t in = static_cast<int32_t>(AlignUp(leaf.piece_elems * item, 16));

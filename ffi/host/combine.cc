@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "ffi/cuda/limits.h"
 #include "ffi/host/float.h"
 
 // The sums below are compiled for AVX2 as well and the version is chosen at run time.
@@ -127,31 +128,32 @@ JAX_EP_AVX2 void SumBf16Avx2(const Sum& sum) { SumRow<Bf16>(sum); }
 JAX_EP_AVX2 void SumF16Avx2(const Sum& sum) { SumRow<F16>(sum); }
 #endif
 
-SumFn SumFor(Dtype dtype) {
+SumFn SumFor(LeafDtype dtype) {
 #ifdef JAX_EP_AVX2
   if (__builtin_cpu_supports("avx2")) {
     switch (dtype) {
-      case Dtype::kF32:
+      case kLeafF32:
         return SumF32Avx2;
-      case Dtype::kBf16:
+      case kLeafBf16:
         return SumBf16Avx2;
-      case Dtype::kF16:
+      case kLeafF16:
         return SumF16Avx2;
+      default:
+        return nullptr;  // not summed
     }
   }
 #endif
   switch (dtype) {
-    case Dtype::kF32:
+    case kLeafF32:
       return SumF32;
-    case Dtype::kBf16:
+    case kLeafBf16:
       return SumBf16;
-    case Dtype::kF16:
+    case kLeafF16:
       return SumF16;
+    default:
+      return nullptr;
   }
-  return nullptr;
 }
-
-int64_t ElementBytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 
 }  // namespace
 
@@ -161,7 +163,7 @@ Status Combine(const RoutingShape& shape, const std::vector<CombineLeaf>& leaves
   const int64_t topk = shape.topk;
   int64_t token_bytes = sizeof(float);
   for (const CombineLeaf& leaf : leaves) {
-    token_bytes += leaf.width * ElementBytes(leaf.dtype);
+    token_bytes += leaf.width * LeafItemBytes(leaf.dtype);
   }
   token_bytes *= std::max<int64_t>(1, topk);
   const int64_t tokens_per_chunk = std::max<int64_t>(1, kChunkBytes / token_bytes);
@@ -192,7 +194,7 @@ Status Combine(const RoutingShape& shape, const std::vector<CombineLeaf>& leaves
       order[place] = i;
     }
     for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
-      const int64_t row_bytes = leaves[leaf].width * ElementBytes(leaves[leaf].dtype);
+      const int64_t row_bytes = leaves[leaf].width * LeafItemBytes(leaves[leaf].dtype);
       Term terms[kMaxTopk];
       for (int64_t i = 0; i < num_terms; ++i) {
         const int64_t row = to.routing.slot[order[i]];

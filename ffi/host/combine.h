@@ -5,17 +5,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "ffi/cuda/dtypes.h"
 #include "ffi/host/parallel.h"
 #include "ffi/host/routing.h"
-#include "ffi/host/status.h"
+#include "ffi/status.h"
 
 namespace jax_ep::host {
 
-enum class Dtype { kF32, kBf16, kF16 };
-
 struct CombineLeaf {
-  Dtype dtype;
-  int64_t width;  // elements per row
+  LeafDtype dtype;  // one that is summed
+  int64_t width;    // elements per row
 };
 
 // The arrays of one rank.

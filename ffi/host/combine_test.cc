@@ -113,15 +113,15 @@ template <typename T>
 struct DtypeOf;
 template <>
 struct DtypeOf<float> {
-  static constexpr Dtype kValue = Dtype::kF32;
+  static constexpr LeafDtype kValue = kLeafF32;
 };
 template <>
 struct DtypeOf<Bf16> {
-  static constexpr Dtype kValue = Dtype::kBf16;
+  static constexpr LeafDtype kValue = kLeafBf16;
 };
 template <>
 struct DtypeOf<F16> {
-  static constexpr Dtype kValue = Dtype::kF16;
+  static constexpr LeafDtype kValue = kLeafF16;
 };
 
 struct Options {
@@ -268,8 +268,8 @@ void SpoiledHandles() {
       b.out.push_back(reinterpret_cast<char*>(out.data()));
       buffers.push_back(b);
     }
-    const Status status = Combine(exchange.routing_shape(), {{Dtype::kF32, 3}}, false,
-                                  buffers, Parallel());
+    const Status status =
+        Combine(exchange.routing_shape(), {{kLeafF32, 3}}, false, buffers, Parallel());
     num_errors += !status.ok();
     CHECK(status.ok() || status.code() == Code::kInvalidArgument);
   }

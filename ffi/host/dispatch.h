@@ -7,7 +7,7 @@
 
 #include "ffi/host/parallel.h"
 #include "ffi/host/routing.h"
-#include "ffi/host/status.h"
+#include "ffi/status.h"
 
 namespace jax_ep::host {
 

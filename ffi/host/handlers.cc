@@ -12,30 +12,17 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/arguments.h"
+#include "ffi/attributes.h"
+#include "ffi/calls.h"
 #include "ffi/host/memory.h"
 #include "ffi/host/rendezvous.h"
 #include "ffi/host/stages.h"
 #include "ffi/host/stamps.h"
-#include "ffi/host/status.h"
+#include "ffi/status.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep::host {
 namespace {
-
-ffi::Error ToFfi(const Status& status) {
-  switch (status.code()) {
-    case Code::kOk:
-      return ffi::Error::Success();
-    case Code::kInvalidArgument:
-      return ffi::Error::InvalidArgument(status.message());
-    case Code::kDeadlineExceeded:
-      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message());
-    case Code::kInternal:
-      return ffi::Error::Internal(status.message());
-  }
-  return ffi::Error::Internal(status.message());
-}
 
 // One call site of one executable, shared by its devices.
 struct HostState {
@@ -80,23 +67,26 @@ void PrepareResults(const ffi::RemainingRets& rets) {
   }
 }
 
-std::string OpPrefix(const char* op) { return Concat("jax_ep.", op, ": "); }
+// What a rank brings to the others.
+template <typename Call>
+struct Brought : Participant {
+  int64_t arrived = 0;  // see stamps.h
+  Call call;
+};
 
 // Runs once per call site when a program is compiled or loaded, without a device.
-template <typename Stage>
+template <typename Call>
 ffi::ErrorOr<std::unique_ptr<HostState>> Instantiate(ffi::Dictionary dictionary) {
   Status status;
   try {
     Config config;
     Attributes attrs(dictionary);
-    Stage::ReadFlags(attrs, config);
-    status = ReadCommon(attrs, config);
+    status = ReadConfig<Call>(attrs, config);
     if (status.ok()) return std::make_unique<HostState>(std::move(config));
   } catch (const std::exception& e) {
-    status = Internal(e.what());
+    status = Internal(e.what(), ".");
   }
-  return ffi::Unexpected(
-      ToFfi(Status(status.code(), OpPrefix(Stage::kOp) + status.message())));
+  return ffi::Unexpected(ToFfi(status.Within(OpName(Call::kOp))));
 }
 
 // Runs on every device, and joins the ranks of its group there.
@@ -104,60 +94,58 @@ template <typename Stage>
 void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
                const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                Done done) {
-  using Brought = typename Stage::Brought;
+  using Call = typename Stage::Call;
   const Config& config = state->config;
-  const Call call{Stage::kOp, config.axis, static_cast<int>(config.num_ranks),
-                  config.timeout_s};
+  const host::Call meeting{Call::kOp, config.axis, static_cast<int>(config.num_ranks),
+                           config.timeout_s};
   // The pool's context is gone once all ranks are told: never used after this returns.
   const Schedule schedule = [&pool](std::function<void()> task) {
     pool.Schedule(std::move(task));
   };
 
-  Buffers operands = OperandsOf(args);
   PrepareResults(rets);
-  Buffers results = ResultsOf(rets);
-  const auto* position = operands.Take<int32_t>("rank", ffi::DataType::S32, {2});
+  auto brought = std::make_unique<Brought<Call>>();
+  brought->arrived = config.stamps ? Now() : 0;
+  Call& own = brought->call;
+  Status decoded = Decode(config, args, rets, own);
+  const int32_t* position = own.rank;
   const bool knows_group =
       position != nullptr && position[1] >= 0 && position[1] < config.num_groups();
   if (!knows_group || position[0] < 0 || position[0] >= config.num_ranks) {
-    Status status =
-        position == nullptr
-            ? operands.Finish()
-            : InvalidArgument("operand rank (=", position[0], ", ", position[1],
-                              ") must hold a rank below ", config.num_ranks,
-                              " and a group below ", config.num_groups(), ".");
+    if (position != nullptr) {
+      decoded = InvalidArgument("operand rank (=", position[0], ", ", position[1],
+                                ") must hold a rank below ", config.num_ranks,
+                                " and a group below ", config.num_groups(), ".");
+    }
     // Whoever waits for this rank must know; all groups, if it does not know its own.
     for (int64_t group = 0; group < config.num_groups(); ++group) {
       if (knows_group && group != position[1]) continue;
-      Rendezvous::Global().Fail(Key{state->uid, run_id, group}, call, status, schedule);
+      Rendezvous::Global().Fail(Key{state->uid, run_id, group}, meeting, decoded,
+                                schedule);
     }
-    done(Status(status.code(), OpPrefix(Stage::kOp) + status.message()));
+    done(decoded.Within(OpName(Call::kOp)));
     return;
   }
+  if (decoded.ok()) decoded = Stage::Check(config, own);
 
-  auto brought = std::make_unique<Brought>();
-  brought->arrived = config.stamps ? Now() : 0;
   Arrival arrival;
   arrival.rank = position[0];
-  arrival.status = Stage::Decode(config, operands, results, *brought);
-  // A buffer of the wrong shape is the cause of what Decode found, if there is one.
-  if (Status status = results.Finish(); !status.ok()) arrival.status = status;
-  if (Status status = operands.Finish(); !status.ok()) arrival.status = status;
+  arrival.status = std::move(decoded);
   arrival.participant = std::move(brought);
   arrival.done = std::move(done);
 
   const int self = position[0];
-  auto full = Rendezvous::Global().Join(Key{state->uid, run_id, position[1]}, call,
+  auto full = Rendezvous::Global().Join(Key{state->uid, run_id, position[1]}, meeting,
                                         std::move(arrival), schedule);
   if (!full) return;
 
   // The last rank: all the others have returned and wait for us.
   Status status;
   try {
-    std::vector<Brought*> ranks;
+    std::vector<const Call*> ranks;
     for (const Arrival& rank : *full) {
-      ranks.push_back(static_cast<Brought*>(rank.participant.get()));
-      if (!(ranks.back()->shape == ranks[0]->shape)) {
+      ranks.push_back(&static_cast<const Brought<Call>&>(*rank.participant).call);
+      if (!ranks.back()->HasShapeOf(*ranks[0])) {
         status =
             InvalidArgument("operands of rank ", rank.rank,
                             " must have the shapes and dtypes of those of rank 0.");
@@ -171,17 +159,15 @@ void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
     if (config.stamps && status.ok()) {
       const int64_t ended = Now();
       for (const Arrival& rank : *full) {
-        const auto* each = static_cast<const Brought*>(rank.participant.get());
-        KeepStamps(Stage::kName, rank.rank, each->arrived, began, ended);
+        const auto& each = static_cast<const Brought<Call>&>(*rank.participant);
+        KeepStamps(Call::kStage, rank.rank, each.arrived, began, ended);
       }
     }
   } catch (const std::exception& e) {
-    status = Internal(e.what());
+    status = Internal(e.what(), ".");
   }
-  if (!status.ok()) {
-    status = Status(status.code(), OpPrefix(Stage::kOp) + status.message());
-  }
-  Rendezvous::Complete(std::move(*full), self, status, schedule);
+  Rendezvous::Complete(std::move(*full), self, status.Within(OpName(Call::kOp)),
+                       schedule);
 }
 
 template <typename Stage>
@@ -200,7 +186,7 @@ ffi::Future Execute(HostState* state, ffi::RunId run_id, ffi::ThreadPool pool,
     ExecuteOn<Stage>(state, run_id.run_id, pool, args, rets, done);
   } catch (const std::exception& e) {
     // Only for want of memory, before this rank has joined; its peers then time out.
-    done(Internal(OpPrefix(Stage::kOp), e.what()));
+    done(Internal(e.what(), ".").Within(OpName(Stage::Call::kOp)));
   }
   return future;
 }
@@ -210,7 +196,7 @@ ffi::Future Execute(HostState* state, ffi::RunId run_id, ffi::ThreadPool pool,
 // registered here, at the first call of any kind. Later ones are no-ops.
 template <typename Stage>
 XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate<Stage>,
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate<typename Stage::Call>,
                          ffi::Ffi::BindInstantiate().Attrs());
   XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(frame->api, "jax_ep_host_state",
                                                   &HostState::id, &kHostStateInfo);
@@ -230,17 +216,21 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   return handler(frame);
 }
 
+template <typename Stage>
+void Append(std::vector<Registration>& all) {
+  const char* target = Stage::Call::kTarget;
+  all.push_back({target, "instantiate", InstantiateHandler<Stage>});
+  all.push_back({target, "execute", ExecuteHandler<Stage>});
+}
+
 }  // namespace
 
 std::vector<Registration> Registrations() {
-  return {
-      {"jax_ep_layout", "instantiate", InstantiateHandler<LayoutStage>},
-      {"jax_ep_layout", "execute", ExecuteHandler<LayoutStage>},
-      {"jax_ep_dispatch", "instantiate", InstantiateHandler<DispatchStage>},
-      {"jax_ep_dispatch", "execute", ExecuteHandler<DispatchStage>},
-      {"jax_ep_combine", "instantiate", InstantiateHandler<CombineStage>},
-      {"jax_ep_combine", "execute", ExecuteHandler<CombineStage>},
-  };
+  std::vector<Registration> all;
+  Append<LayoutStage>(all);
+  Append<DispatchStage>(all);
+  Append<CombineStage>(all);
+  return all;
 }
 
 }  // namespace jax_ep::host

@@ -6,7 +6,7 @@
 #include <functional>
 #include <mutex>
 
-#include "ffi/host/status.h"
+#include "ffi/status.h"
 
 namespace jax_ep::host {
 

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "ffi/host/parallel.h"
-#include "ffi/host/status.h"
+#include "ffi/status.h"
 
 namespace jax_ep::host {
 

@@ -7,12 +7,9 @@
 
 #include <cstdint>
 
-#include "ffi/host/status.h"
+#include "ffi/status.h"
 
 namespace jax_ep::host {
-
-// The most top-k slots of a token, so that its rows fit an array on the stack.
-inline constexpr int64_t kMaxTopk = 32;
 
 struct RoutingShape {
   int num_ranks;     // R

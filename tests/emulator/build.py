@@ -52,10 +52,8 @@ def _shared_memory(text: str) -> str:
 
 def _copy_sources(folder: pathlib.Path, edits: Sequence[Edit]) -> None:
     folder.mkdir(parents=True)
-    for path in sorted(CUDA.glob("*.cu*")) + [
-        CUDA / "workspace.h",
-        CUDA / "launch_shape.h",
-    ]:
+    headers = ("portable", "limits", "dtypes", "workspace", "launch_shape")
+    for path in [*CUDA.glob("*.cu*"), *(CUDA / f"{name}.h" for name in headers)]:
         text = path.read_text()
         for edit in edits:
             if edit.file == path.name:

@@ -70,6 +70,7 @@ void Machine::MoveStore(size_t index) {
 }
 
 void Machine::AcquiredSystem(const void* address) {
+  using namespace jax_ep;
   using namespace jax_ep::cuda;
   const Range* range = Find(address, 8);
   if (range == nullptr || range->workspace_of < 0) return;

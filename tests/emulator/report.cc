@@ -24,6 +24,7 @@ std::string Machine::Where(const Fiber* fiber) const {
 }
 
 std::string Machine::Name(const void* address, const Block* block) const {
+  using namespace jax_ep;
   using namespace jax_ep::cuda;
   const char* at = static_cast<const char*>(address);
   if (at >= block->shared && at < block->shared + block->launch->shared_bytes) {

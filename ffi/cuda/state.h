@@ -1,0 +1,87 @@
+// What a CUDA handler keeps of a call site: its attributes, its kernel, and what its
+// devices are ready with.
+#ifndef JAX_EP_FFI_CUDA_STATE_H_
+#define JAX_EP_FFI_CUDA_STATE_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ffi/attributes.h"
+#include "ffi/cuda/communicator.h"
+#include "ffi/cuda/driver.h"
+#include "ffi/cuda/launch_shape.h"
+#include "ffi/cuda/loader.h"
+#include "ffi/status.h"
+#include "xla/ffi/api/collectives_c_api.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep::cuda {
+
+// What a kernel was compiled for, besides ranks and flags. Of dispatch and combine.
+struct KernelSizes {
+  int num_topk = 0;
+  std::vector<int64_t> leaf_bytes;   // dispatch: bytes of a row of each leaf
+  std::vector<int32_t> leaf_dtypes;  // combine: LeafDtype
+  std::vector<int64_t> leaf_widths;  // combine: elements of a row
+};
+
+// What `execute` needs of a device; filled in by `initialize`.
+struct Ready {
+  const Workspace* workspace = nullptr;
+  CUfunction function = nullptr;
+  LaunchDims dims{};
+};
+
+// One call site of one executable, shared by its devices.
+struct CudaState {
+  static ffi::TypeId id;
+
+  Config config;
+  KernelSizes sizes;
+  std::map<std::string, Image*> images;  // by architecture
+  std::vector<XLA_FFI_ReplicaGroup> groups;
+
+  Ready GetReady(int32_t ordinal) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ready_[ordinal];
+  }
+  void SetReady(int32_t ordinal, const Ready& ready) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ready_[ordinal] = ready;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int32_t, Ready> ready_;  // by device ordinal
+};
+
+inline Status ReadImages(Attributes& attrs, CudaState& state) {
+  std::string_view archs = attrs.Get<std::string_view>("cubin_archs");
+  if (!attrs.status().ok()) return attrs.status();
+  if (archs.empty()) {
+    return InvalidArgument("cubin_archs must name an architecture, got none.");
+  }
+  while (!archs.empty()) {
+    const std::string_view arch = archs.substr(0, archs.find(','));
+    archs.remove_prefix(std::min(archs.size(), arch.size() + 1));
+    const std::string name = Concat("cubin_", arch);
+    const auto bytes = attrs.Get<std::string_view>(name);
+    const auto sha256 = attrs.Get<std::string_view>(name + "_sha256");
+    if (!attrs.status().ok()) return attrs.status();
+    Image* image = nullptr;
+    if (Status status = InternImage(name, sha256, bytes, &image); !status.ok()) {
+      return status;
+    }
+    state.images[std::string(arch)] = image;
+  }
+  return Status();
+}
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_FFI_CUDA_STATE_H_
