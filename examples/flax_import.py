@@ -75,7 +75,7 @@ def main() -> None:
         import transformers
     except ImportError as missing:
         sys.exit(
-            f'flax_import.py needs the extra "hf-test": pip install "jax_ep[hf-test]" '
+            f'flax_import.py needs the extra "hf-test": pip install ".[hf-test]" '
             f"({missing})"
         )
 

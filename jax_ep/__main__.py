@@ -10,7 +10,7 @@ _MISSING = [
 if _MISSING:
     sys.exit(
         f"jax_ep: the command line needs {' and '.join(_MISSING)}: "
-        "pip install 'jax_ep[tools]'."
+        "pip install '.[tools]'."
     )
 
 from jax_ep.tools.cli import main  # noqa: E402

@@ -11,7 +11,7 @@ try:
     import flax.linen as nn
 except ImportError as error:
     raise ImportError(
-        'jax_ep.linen needs Flax, the extra "flax": pip install "jax_ep[flax]".'
+        'jax_ep.linen needs Flax, the extra "flax": pip install ".[flax]".'
     ) from error
 
 from jax_ep.config import MoEConfig

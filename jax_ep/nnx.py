@@ -10,7 +10,7 @@ try:
     from flax import nnx
 except ImportError as error:
     raise ImportError(
-        'jax_ep.nnx needs Flax, the extra "flax": pip install "jax_ep[flax]".'
+        'jax_ep.nnx needs Flax, the extra "flax": pip install ".[flax]".'
     ) from error
 
 from jax.sharding import NamedSharding

@@ -26,7 +26,7 @@ _VERBOSE = "--ptxas-options=-v"
 # there has no log.
 _NO_CACHE, _NO_CACHE_SINCE = "--no-cache", (12, 9)
 _DIGEST_BYTES = 64  # A sha256 in hexadecimal, behind each cached cubin.
-_INSTALL = "pip install 'jax_ep[cuda13]'"
+_INSTALL = "pip install '.[cuda13]'"
 
 _memory: dict[str, "Cubin"] = {}
 _lock = threading.Lock()  # of the table of locks

@@ -191,11 +191,12 @@ def test_overlap_of_the_background_text():
         (0.100, 0.040, 0.0, "none of that happened"),
         (0.080, 0.020, 0.5, "50% of that happened"),
         (0.060, 0.0, 1.0, "100% of that happened"),
+        # 40 ms could be hidden, so 10 of the 50 over the ideal are of another kind.
         (
             0.110,
-            0.050,
+            0.040,
             -0.25,
-            "none of that happened, and the whole takes 10.0 ms more",
+            "none of that happened, and 10.0 ms beyond that are unexplained",
         ),
         (
             0.050,
@@ -212,6 +213,47 @@ def test_overlap(measured, lost, share, words):
     assert diagnosis.hidden_share(overlap) == pytest.approx(share)
     assert found.reasons["overlap"].endswith(f": {words}.")
     assert found.held_back_by == ("overlap" if lost else None)
+
+
+def test_the_verdict_never_exceeds_what_could_be_hidden():
+    """5.32 ms could be hidden of a step that takes 59.4 ms more than the ideal."""
+    overlap = Overlap(0.00532, 0.1, 0.1, 0.20532, 0.2, 0.2594, [])
+    found = diagnosis.diagnose(measurement(overlap=overlap))
+    assert found.lost_seconds["overlap"] == pytest.approx(0.00532)
+    assert found.unexplained_seconds == pytest.approx(0.05408)
+    assert found.sentence.startswith("Overlap holds this run back most: 5.32 ms, ")
+
+
+def test_dropped_rows_are_in_the_verdict():
+    load = dataclasses.replace(
+        EVEN, dropped_rows=[[rows // 4 for rows in step] for step in EVEN.rank_rows]
+    )
+    found = diagnosis.diagnose(measurement(load=load))
+    assert found.dropped == pytest.approx(0.2)
+    assert found.sentence.endswith(" 20.0% of the rows found no room and were dropped.")
+
+
+def test_latency_is_not_called_bandwidth():
+    """249 us over a floor of 8; and the same over one of 208, which is bandwidth."""
+    few = [exchange("dispatch", 257e-6, 8e-6)]
+    found = diagnosis.diagnose(measurement(exchanges=few, overlap=None))
+    assert found.is_latency
+    assert found.sentence.startswith("Latency holds this run back most: 249 µs. ")
+    assert found.remedies["bandwidth"] == diagnosis.REMEDIES["latency"]
+    many = [exchange("dispatch", 457e-6, 208e-6)]
+    found = diagnosis.diagnose(measurement(exchanges=many, overlap=None))
+    assert not found.is_latency
+    assert found.sentence.startswith("Bandwidth holds this run back most: 249 µs. ")
+
+
+def test_ranks_that_tie():
+    seconds = [
+        [2.0 if rank == step % 3 else 1.0 for rank in range(3)] for step in range(6)
+    ]
+    last = diagnosis.who_is_last([[1, 1, 1]] * 6, seconds)
+    assert diagnosis.most_often_last(last) == (
+        "3 ranks are last equally often, each in 2 of 6 steps"
+    )
 
 
 def test_nothing_to_hide():

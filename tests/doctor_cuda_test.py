@@ -52,7 +52,7 @@ def test_gpus_that_jax_does_not_see():
         "none of the 2 GPUs of this machine (/dev/nvidia0, ...): no plugin",
     )
     assert remedy == (
-        "Python 3.12 or later with pip install -U 'jax_ep[cuda13]'; the NVIDIA driver "
+        "Python 3.12 or later with pip install -U '.[cuda13]'; the NVIDIA driver "
         "must be one for CUDA 13 (nvidia-smi shows it)."
     )
 
@@ -204,7 +204,7 @@ def test_a_missing_part_of_the_compiler(name, changed):
     assert line(outcomes, name) == (
         "problem",
         f"no {name}",
-        "On Python 3.12 or later: pip install -U 'jax_ep[cuda13]'",
+        "On Python 3.12 or later: pip install -U '.[cuda13]'",
     )
     assert line(outcomes, "compilation") == (
         "not applicable",
@@ -273,7 +273,7 @@ def library(version: int, *names: str):
 
 
 WINDOWS = ("ncclMemAlloc", "ncclCommWindowRegister", "ncclTeamLsa")
-UPGRADE = "pip install -U 'nvidia-nccl-cu13>=2.28.9'"
+UPGRADE = "pip install -U 'nvidia-nccl-cu13>=2.29'"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,13 @@ UPGRADE = "pip install -U 'nvidia-nccl-cu13>=2.28.9'"
     ],
 )
 def test_nccl_in_order(version, names, how):
-    outcomes = nccl.check(True, "libnccl.so.2", {}, load=library(version, *names))
+    outcomes = nccl.check(
+        True,
+        "libnccl.so.2",
+        {},
+        jax_version=(0, 11, 2),
+        load=library(version, *names),
+    )
     assert problems(outcomes) == []
     text = {22809: "2.28.9", 23203: "2.32.3"}[version]
     assert line(outcomes, "library")[1] == f"{text}, libnccl.so.2"
@@ -297,6 +303,16 @@ def test_nccl_too_old():
     assert line(outcomes, "library") == (
         "problem",
         "expected >= 2.28, got 2.27.7",
+        UPGRADE,
+    )
+
+
+def test_nccl_too_old_for_the_jax_that_is_installed():
+    load = library(22809, *WINDOWS)
+    outcomes = nccl.check(True, "libnccl.so.2", {}, jax_version=(0, 12, 0), load=load)
+    assert line(outcomes, "library") == (
+        "problem",
+        "expected >= 2.29 for jax 0.12.0, got 2.28.9",
         UPGRADE,
     )
 
@@ -363,7 +379,7 @@ def test_the_experts_kernels(monkeypatch):
         "H200: 40 times the time at 64 experts"
     )
     assert missing.remedy == (
-        "pip install 'jax_ep[tokamax]' (tokamax, jax-triton and triton >= 3.9)."
+        "pip install '.[tokamax]' (tokamax, jax-triton and triton >= 3.9)."
     )
     monkeypatch.setattr(grouped_matmul, "is_installed", lambda kernel: True)
     there = check(["NVIDIA H200"])

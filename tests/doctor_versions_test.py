@@ -86,7 +86,7 @@ def test_versions_that_go_together(python, packages, has_gpus):
             "CUDA plugin",
             (
                 "not installed, and there are GPUs",
-                "pip install -U 'jax_ep[cuda13]'",
+                "pip install -U '.[cuda13]'",
             ),
         ),
         (
@@ -96,7 +96,7 @@ def test_versions_that_go_together(python, packages, has_gpus):
             "CUDA plugin",
             (
                 "expected that of jaxlib 0.11.2, got jax-cuda13-plugin 0.12.0",
-                "pip install -U 'jax_ep[cuda13]'",
+                "pip install -U '.[cuda13]'",
             ),
         ),
     ],
@@ -176,7 +176,7 @@ def test_a_module_without_cuda():
     ) == (
         "problem",
         found,
-        "On Python 3.12 or later: pip install -U 'jax_ep[cuda13]'",
+        "On Python 3.12 or later: pip install -U '.[cuda13]'",
     )
     assert line(
         module.check(compiled(False), (0, 4), False, False), "CUDA handlers"

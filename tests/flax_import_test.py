@@ -37,7 +37,7 @@ def test_says_what_is_missing():
     done = run()
     assert done.returncode == 1
     assert done.stderr == (
-        'flax_import.py needs the extra "hf-test": pip install "jax_ep[hf-test]" '
+        'flax_import.py needs the extra "hf-test": pip install ".[hf-test]" '
         f"(No module named '{MISSING[0]}')\n"
     )
 

@@ -27,7 +27,7 @@ except ImportError as missing:
     if os.environ.get("JAX_EP_REQUIRE_HF"):
         raise
     pytest.skip(
-        f'needs the extra "hf-test": pip install "jax_ep[hf-test]" ({missing})',
+        f'needs the extra "hf-test": pip install ".[hf-test]" ({missing})',
         allow_module_level=True,
     )
 

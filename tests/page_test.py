@@ -9,7 +9,8 @@ import pytest
 from measured import by_hand
 
 from jax_ep.tools.diagnosis import diagnose
-from jax_ep.tools.page import build, palette, units
+from jax_ep.tools.measurement import Span
+from jax_ep.tools.page import build, overlap, palette, units
 
 SVG = xml.etree.ElementTree.Element
 
@@ -65,8 +66,14 @@ def test_the_verdict_is_the_largest_of_the_four():
         ["overlap", "20.0 ms", "15%"],
     ]
     summary = chart(page, "summary")
-    assert widths(summary, "worst") == [100]
-    assert widths(summary, "plain") == pytest.approx([1.75, 2.344, 50], abs=0.001)
+    # Of the step of 130 ms, which is the scale.
+    assert widths(summary, "whole") == [100]
+    assert widths(summary, "worst") == pytest.approx([15.385], abs=0.001)
+    assert widths(summary, "plain") == pytest.approx([0.269, 0.361, 7.692], abs=0.001)
+    assert "of which the experts alone 38%" in " ".join(said(summary))
+    # 5 of 261 rows.
+    assert "1.9% of the rows found no room in the receive buffers" in plain(page)
+    assert "To try: Work beside the exchange: a shared expert" in plain(page)
 
 
 def test_bandwidth():
@@ -151,7 +158,7 @@ def test_overlap():
     assert widths(bars, "communication") == pytest.approx([26.667], abs=0.001)
     assert widths(bars, "independent") == [40]
     assert widths(bars, "compute") == pytest.approx([33.333], abs=0.001)
-    assert widths(bars, "plain") == pytest.approx([73.333, 73.333], abs=0.001)
+    assert widths(bars, "whole") == pytest.approx([73.333, 73.333], abs=0.001)
     assert widths(bars, "excess") == pytest.approx([13.333], abs=0.001)
     assert "130 ms, 20.0 ms less than its parts one after another: 50%" in plain(page)
     seen = "rank 0 communicates for 40.0 ms, for 10.0 ms of it beside compute"
@@ -259,3 +266,22 @@ def test_seconds(value, text):
 )
 def test_ticks_are_round(top, expected):
     assert units.ticks(top) == pytest.approx(expected)
+
+
+def test_a_busy_host_is_said_first():
+    found = by_hand()
+    busy = dataclasses.replace(
+        found, about={**found.about, "load": "15.0", "cores": "2"}
+    )
+    page = plain(build.page(busy, diagnose(busy)).html())
+    said_at = page.index("The host was busy: a load of 15.0 on 2 cores.")
+    assert said_at < page.index("Each bar is the time of one forward step")
+    assert "The host was busy" not in plain(html())
+
+
+def test_lanes_are_in_the_order_of_ranks():
+    spans = [Span(f"rank {rank}", "compute", "x", 0.0, 1.0) for rank in (10, 2, 1)]
+    spans.append(Span("host", "wait", "x", 0.0, 1.0))
+    drawing = overlap.timeline(spans, "t", "T").drawing
+    lanes = [lane.split(":")[0] for lane in drawing.summary.split("; ")]
+    assert lanes == ["host", "rank 1", "rank 2", "rank 10"]

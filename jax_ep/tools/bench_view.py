@@ -7,6 +7,7 @@ from rich.table import Table
 from jax_ep.tools.console import console
 from jax_ep.tools.diagnosis import KINDS, Diagnosis, diagnose, duration
 from jax_ep.tools.measurement import Measurement
+from jax_ep.tools.page.conditions import busy_host
 
 
 def show(found: Measurement) -> None:
@@ -26,6 +27,8 @@ def show(found: Measurement) -> None:
     diagnosis = diagnose(found)
     console.print(lost(diagnosis))
     console.print(diagnosis.sentence, highlight=False)
+    if (busy := busy_host(found)) is not None:
+        console.print(busy, highlight=False)
     if "not measured" in about:
         console.print(f"Not measured: {about['not measured']}", highlight=False)
 
@@ -86,7 +89,7 @@ def load(found: Measurement) -> Table:
     rows = list(zip(*found.load.rank_rows, strict=True))
     seconds = found.load.rank_seconds
     steps = len(found.load.rank_rows)
-    last = [step.index(max(step)) for step in seconds or ()]
+    last = [step.index(max(step)) for step in seconds or () if max(step) > min(step)]
     for rank, mine in enumerate(rows):
         times = [step[rank] for step in seconds or ()]
         table.add_row(
@@ -108,11 +111,14 @@ def lost(diagnosis: Diagnosis) -> Table:
     table.add_column("to")
     table.add_column("time", justify="right")
     table.add_column("because")
+    table.add_column("what to try")
     for kind in KINDS:
         seconds = diagnosis.lost_seconds[kind]
+        is_latency = kind == "bandwidth" and diagnosis.is_latency
         table.add_row(
-            kind,
+            "latency" if is_latency else kind,
             "" if seconds is None else duration(seconds),
             diagnosis.reasons[kind],
+            diagnosis.remedies[kind],
         )
     return table

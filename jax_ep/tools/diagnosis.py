@@ -22,6 +22,21 @@ STAYS = 0.75
 
 KINDS = ("bandwidth", "padding", "load", "overlap")
 
+# A floor below this, far under the time, is latency: launches and round trips.
+LATENCY_FLOOR = 50e-6
+LATENCY_SHARE = 0.25
+
+REMEDIES = {
+    "bandwidth": "Fewer bytes (wire=BlockScaled, a narrower dtype), or more SMs "
+    "(num_sms).",
+    "latency": "More tokens in a call, or fewer calls: bytes are not what takes the "
+    "time.",
+    "padding": "A smaller expert_alignment, if the grouped product takes it.",
+    "load": "Replicas of hot experts (plan_placement), or a balance loss or bias.",
+    "overlap": "Work beside the exchange: a shared expert, num_chunks, or the start "
+    "and done calls.",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Last:
@@ -58,6 +73,12 @@ class Diagnosis:
         programs.
       lost_seconds: by kind of `KINDS`; None where it was not measured.
       reasons: by kind, one sentence with its numbers.
+      remedies: by kind, what would win those seconds back.
+      is_latency: the exchanges' floors are so low that launches and round trips, not
+        bytes, are what takes their time.
+      unexplained_seconds: of the step, beyond its parts one after another; part of
+        none of the four.
+      dropped: rows that found no room over rows wanted, in all steps.
       held_back_by: the kind with the most seconds; None where all are zero or None.
       sentence: which of the four holds this run back, and by how much.
       amplification: processed rows over rows with a token, over all experts and steps.
@@ -68,6 +89,10 @@ class Diagnosis:
     step_seconds: float | None
     lost_seconds: dict[str, float | None]
     reasons: dict[str, str]
+    remedies: dict[str, str]
+    is_latency: bool
+    unexplained_seconds: float
+    dropped: float
     held_back_by: str | None
     sentence: str
     amplification: float
@@ -97,12 +122,28 @@ def diagnose(measurement: Measurement) -> Diagnosis:
     step = overlap.measured_seconds if overlap else None
     worst = max(KINDS, key=lambda kind: lost[kind] or 0)
     worst = worst if lost[worst] else None
+    remedies = {kind: REMEDIES[kind] for kind in KINDS}
+    is_latency = _is_latency(measurement)
+    if is_latency:
+        remedies["bandwidth"] = REMEDIES["latency"]
+    unexplained = 0.0
+    if overlap is not None:
+        unexplained = max(0.0, overlap.measured_seconds - overlap.serial_seconds)
+    dropped = int(np.sum(load.dropped_rows))
+    dropped /= max(1, int(np.sum(load.rank_rows)) + dropped)
+    sentence = _sentence(worst, lost, reasons, step, is_latency)
+    if dropped:
+        sentence += f" {dropped:.1%} of the rows found no room and were dropped."
     return Diagnosis(
         step_seconds=step,
         lost_seconds=lost,
         reasons=reasons,
+        remedies=remedies,
+        is_latency=is_latency,
+        unexplained_seconds=unexplained,
+        dropped=dropped,
         held_back_by=worst,
-        sentence=_sentence(worst, lost, reasons, step),
+        sentence=sentence,
         amplification=amplification(np.ravel(load.expert_rows).tolist(), alignment),
         expert_amplification=_by_expert(load.expert_rows, alignment),
         last=who_is_last(load.rank_rows, load.rank_seconds)
@@ -188,19 +229,36 @@ def _by_expert(expert_rows, alignment: int) -> list[float | None]:
     ]
 
 
-def _bandwidth(measurement: Measurement) -> tuple[float | None, str]:
-    exchanges = [
+def _with_floors(measurement: Measurement):
+    return [
         exchange
         for exchange in measurement.exchanges
         if exchange.stage in ("dispatch", "combine")
         and exchange.floor_seconds is not None
     ]
+
+
+def _is_latency(measurement: Measurement) -> bool:
+    exchanges = _with_floors(measurement)
+    return bool(exchanges) and all(
+        each.floor_seconds < min(LATENCY_FLOOR, LATENCY_SHARE * each.seconds)
+        for each in exchanges
+    )
+
+
+def _bandwidth(measurement: Measurement) -> tuple[float | None, str]:
+    exchanges = _with_floors(measurement)
     if not exchanges:
         return None, "Not measured: no ceilings."
     seconds = sum(exchange.seconds for exchange in exchanges)
     floor = sum(exchange.floor_seconds or 0 for exchange in exchanges)
     names = " and ".join(exchange.stage for exchange in exchanges)
     takes = "take" if len(exchanges) > 1 else "takes"
+    if _is_latency(measurement):
+        return max(0.0, seconds - floor), (
+            f"{names} {takes} {duration(seconds)}, and their bytes need no more than "
+            f"{duration(floor)}: the rest is latency, of launches and round trips."
+        )
     return max(0.0, seconds - floor), (
         f"{names} {takes} {duration(seconds)}; at the measured rates of this machine "
         f"their bytes need {duration(floor)}, {floor / seconds:.0%} of that."
@@ -229,6 +287,17 @@ def _padding(load: Load, alignment: int, capacity: int) -> tuple[float | None, s
     )
 
 
+def most_often_last(last: Last) -> str:
+    """Which rank is last most often, or that several are equally often."""
+    most, steps = max(last.times_last), sum(last.times_last)
+    ranks = [rank for rank, times in enumerate(last.times_last) if times == most]
+    if steps == 1:
+        return f"rank {ranks[0]} is last"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is last in {most} of {steps} steps"
+    return f"{len(ranks)} ranks are last equally often, each in {most} of {steps} steps"
+
+
 def padded_rows(groups: np.ndarray, alignment: int) -> np.ndarray:
     """`[R]` rows with padding, of `[R, L]` rows."""
     return (-(-groups // alignment) * alignment).sum(1)
@@ -243,9 +312,7 @@ def _load(load: Load) -> tuple[float | None, str]:
         max(step) - statistics.mean(step) for step in load.rank_seconds
     )
     last = who_is_last(load.rank_rows, load.rank_seconds)
-    rank = int(np.argmax(last.times_last))
-    steps = len(load.rank_seconds)
-    which = f"rank {rank} is last in {last.times_last[rank]} of {steps} steps"
+    which = most_often_last(last)
     meaning = {
         "even": "the ranks end together",
         "placement": f"{which} and has the most rows: placement decides",
@@ -256,7 +323,7 @@ def _load(load: Load) -> tuple[float | None, str]:
         "of them: neither rows nor placement explain it",
     }[last.case]
     if last.case == "unclear" and last.stays is None:
-        meaning = f"rank {rank} is last; one step cannot tell whether it stays"
+        meaning = f"{which}; one step cannot tell whether it stays"
     return lost, (
         f"The slowest rank's experts take {duration(slowest)}, the mean "
         f"{duration(mean)}; {meaning}."
@@ -266,13 +333,18 @@ def _load(load: Load) -> tuple[float | None, str]:
 def _overlap(overlap: Overlap | None) -> tuple[float | None, str]:
     if overlap is None:
         return None, "Not measured."
-    lost = max(0.0, overlap.measured_seconds - overlap.ideal_seconds)
+    # No more than could be hidden: what a step takes beyond its parts, overlap would
+    # not win back.
+    could = max(0.0, overlap.serial_seconds - overlap.ideal_seconds)
+    lost = min(max(0.0, overlap.measured_seconds - overlap.ideal_seconds), could)
     share = hidden_share(overlap)
     if share is None:
         hidden = "nothing could overlap"
     elif share < -0.005:
         excess = overlap.measured_seconds - overlap.serial_seconds
-        hidden = f"none of that happened, and the whole takes {duration(excess)} more"
+        hidden = (
+            f"none of that happened, and {duration(excess)} beyond that are unexplained"
+        )
     elif share < 0.005:
         hidden = "none of that happened"
     elif share > 1:
@@ -288,7 +360,7 @@ def _overlap(overlap: Overlap | None) -> tuple[float | None, str]:
     )
 
 
-def _sentence(worst, lost, reasons, step: float | None) -> str:
+def _sentence(worst, lost, reasons, step: float | None, is_latency: bool) -> str:
     if worst is None:
         if all(seconds is None for seconds in lost.values()):
             return "None of the four was measured."
@@ -296,8 +368,9 @@ def _sentence(worst, lost, reasons, step: float | None) -> str:
     share = f", {lost[worst] / step:.0%} of a step of {duration(step)}" if step else ""
     missing = [kind for kind in KINDS if lost[kind] is None]
     unknown = f" Not measured: {', '.join(missing)}." if missing else ""
+    name = "latency" if worst == "bandwidth" and is_latency else worst
     return (
-        f"{worst.capitalize()} holds this run back most: {duration(lost[worst])}"
+        f"{name.capitalize()} holds this run back most: {duration(lost[worst])}"
         f"{share}. {reasons[worst]}{unknown}"
     )
 

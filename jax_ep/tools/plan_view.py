@@ -215,7 +215,7 @@ def check_picture(path: Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"--plot (={path}): there is no folder {path.parent}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install 'jax_ep[tools]'.")
+        raise UserError("--plot needs matplotlib: pip install '.[tools]'.")
 
 
 def draw(plan: Plan, path: Path) -> None:

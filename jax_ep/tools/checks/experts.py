@@ -35,5 +35,5 @@ def check(kinds: Sequence[str]) -> Outcome:
         _NAME,
         f"jax.lax.ragged_dot, which multiplies every row with every expert on "
         f"{kinds[0]}: 40 times the time at 64 experts",
-        "pip install 'jax_ep[tokamax]' (tokamax, jax-triton and triton >= 3.9).",
+        "pip install '.[tokamax]' (tokamax, jax-triton and triton >= 3.9).",
     )

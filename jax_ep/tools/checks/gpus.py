@@ -71,7 +71,7 @@ def check(
         if why_unseen:
             found += f": {why_unseen}"
         remedy = (
-            "Python 3.12 or later with pip install -U 'jax_ep[cuda13]'; the NVIDIA "
+            "Python 3.12 or later with pip install -U '.[cuda13]'; the NVIDIA "
             "driver must be one for CUDA 13 (nvidia-smi shows it)."
         )
         rest = [SUBJECT.not_applicable(n, "JAX sees no GPUs") for n in names[1:]]

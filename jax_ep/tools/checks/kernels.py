@@ -13,7 +13,7 @@ from jax_ep.tools.checks.outcome import NO_CUDA, Outcome, Subject, one_line
 
 SUBJECT = Subject("kernels")
 
-_INSTALL = "On Python 3.12 or later: pip install -U 'jax_ep[cuda13]'"
+_INSTALL = "On Python 3.12 or later: pip install -U '.[cuda13]'"
 
 
 def has_compiler() -> bool:

@@ -48,7 +48,7 @@ def _cuda(module: Any, has_communicator: bool, has_gpus: bool) -> Outcome:
     if not has_gpus:
         return SUBJECT.not_applicable(name, f"{found}; no GPUs need them")
     return SUBJECT.problem(
-        name, found, "On Python 3.12 or later: pip install -U 'jax_ep[cuda13]'"
+        name, found, "On Python 3.12 or later: pip install -U '.[cuda13]'"
     )
 
 

@@ -7,16 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jax_ep.tools.checks.outcome import NO_CUDA, Outcome, Subject, one_line
 
 SUBJECT = Subject("NCCL")
 
 _MIN_VERSION = 22800  # symmetric windows with a device-side view
 _LSA_POINTER_VERSION = 22900
+# XLA's own collectives: with jax 0.12 and NCCL 2.28.9 a sum over two GPUs fails.
+_FOR_JAX = (((0, 12), 22900),)
 # As ffi/cuda/nccl.cc looks them up.
 _NEEDED = ("ncclMemAlloc", "ncclCommWindowRegister", "ncclTeamLsa")
 _LSA_POINTER = "ncclGetLsaDevicePointer"
-_INSTALL = "pip install -U 'nvidia-nccl-cu13>=2.28.9'"
+_INSTALL = "pip install -U 'nvidia-nccl-cu13>=2.29'"
 # Settings that leave NCCL without symmetric memory where they are 0.
 _SWITCHES = ("NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE")
 
@@ -37,6 +41,7 @@ def check(
     path: str,
     environment: Mapping[str, str],
     *,
+    jax_version: tuple[int, ...] = jax.__version_info__,
     load: Any = ctypes.CDLL,
 ) -> list[Outcome]:
     """Asks the library for its version and functions.
@@ -45,6 +50,7 @@ def check(
       has_gpus: whether there are CUDA devices.
       path: from `library_path`.
       environment: `os.environ`.
+      jax_version: of the jax that would use it.
       load: opens a library.
     """
     if not has_gpus:
@@ -59,6 +65,12 @@ def check(
     shown = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     if version < _MIN_VERSION:
         return [SUBJECT.problem("library", f"expected >= 2.28, got {shown}", _INSTALL)]
+    for newer, least in _FOR_JAX:
+        if jax_version >= newer and version < least:
+            text = f"{least // 10000}.{least // 100 % 100}"
+            jax_text = ".".join(map(str, jax_version))
+            found = f"expected >= {text} for jax {jax_text}, got {shown}"
+            return [SUBJECT.problem("library", found, _INSTALL)]
     outcomes = [SUBJECT.healthy("library", f"{shown}, {path}")]
     needed: list[str] = list(_NEEDED)
     if version >= _LSA_POINTER_VERSION:

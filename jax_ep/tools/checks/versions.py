@@ -119,7 +119,7 @@ def _plugin(python, packages: dict[str, str], has_gpus: bool) -> Outcome:
     name = "CUDA plugin"
     found = {name: packages[name] for name in PLUGINS if name in packages}
     listed = ", ".join(f"{plugin} {version}" for plugin, version in found.items())
-    remedy = "pip install -U 'jax_ep[cuda13]'"
+    remedy = "pip install -U '.[cuda13]'"
     if not found:
         if not has_gpus:
             return SUBJECT.not_applicable(name, "not installed, and there are no GPUs")

@@ -24,7 +24,7 @@ def page(
         verdict=diagnosis.sentence,
         setting=conditions.setting(measurement),
         sections=[
-            summary.section(diagnosis),
+            summary.section(diagnosis, measurement),
             bandwidth.section(measurement),
             padding.section(measurement, diagnosis),
             load.section(measurement, diagnosis),

@@ -16,6 +16,17 @@ def setting(measurement: Measurement) -> str:
     )
 
 
+def busy_host(measurement: Measurement) -> str | None:
+    """That the cores of CPU devices had other work, where they had much of it."""
+    load, cores = (measurement.about.get(name) for name in ("load", "cores"))
+    if load is None or cores is None or float(load) <= 1.5 * int(cores):
+        return None
+    return (
+        f"The host was busy: a load of {load} on {cores} cores. Its CPU devices were "
+        "measured beside other work, so no time here says much."
+    )
+
+
 def section(measurement: Measurement) -> Section:
     """Versions, device, command, shapes, ceilings."""
     layer, ceilings = measurement.layer, measurement.ceilings

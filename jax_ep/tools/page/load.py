@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_ep.tools.diagnosis import Diagnosis, Last
+from jax_ep.tools.diagnosis import Diagnosis, Last, most_often_last
 from jax_ep.tools.measurement import Measurement
 from jax_ep.tools.page import heat, units
 from jax_ep.tools.page.document import Figure, Finding, Part, Section, Table
@@ -71,14 +71,12 @@ def _finding(rows: np.ndarray, last: Last | None, diagnosis: Diagnosis) -> str:
         over = float(np.median(rows.max(1) / mean)) - 1
         return f"The busiest rank has {units.percent(over)} more rows than the mean."
     steps, ranks = rows.shape
-    rank = int(np.argmax(last.times_last))
     lost = diagnosis.lost_seconds["load"] or 0.0
     if ranks == 1:
         return "There is one rank, so nobody waits for another."
+    who = most_often_last(last).capitalize()
     if steps == 1:
-        who = f"Rank {rank} is last in the one step that was measured"
-    else:
-        who = f"Rank {rank} is last in {last.times_last[rank]} of {steps} steps"
+        who += " in the one step that was measured"
     return (
         f"{who}: the others wait {units.seconds(lost)} for the last on average. The "
         f"busiest rank has {units.percent(last.row_imbalance)} more rows than the "

@@ -1,5 +1,6 @@
 """The section on overlap: serial, ideal and measured, and one step on a timeline."""
 
+import re
 from typing import Any
 
 from jax_ep.tools.measurement import Measurement, Overlap, Span
@@ -10,7 +11,7 @@ from jax_ep.tools.profile import shared_seconds, union
 
 _FILLS = {"issue": "plain"}  # Not the fill of a stage's phase.
 _KEY = {
-    "communication": "communication",
+    "communication": "communication, waiting for other ranks included",
     "compute": "compute",
     "issue": "host: issue",
     "wait": "host: wait",
@@ -77,6 +78,11 @@ def finding(overlap: Overlap) -> str:
     )
 
 
+def _lane_order(lane: str) -> tuple:
+    parts = re.split(r"(\d+)", lane)
+    return lane != "host", [int(p) if p.isdigit() else p for p in parts]
+
+
 def _seen(spans: list[Span]) -> str:
     """What the timeline itself shows, on the rank that communicates most."""
     found = []
@@ -108,7 +114,7 @@ def _bars(overlap: Overlap) -> Figure:
     ]
     pieces = [(t, fill, f"{name} {units.seconds(t)}") for t, fill, name in parts]
     ideal, measured = overlap.ideal_seconds, overlap.measured_seconds
-    after = [(min(ideal, measured), "plain", f"ideal {units.seconds(ideal)}")]
+    after = [(min(ideal, measured), "whole", f"ideal {units.seconds(ideal)}")]
     over = f"{units.seconds(ideal - measured)} under the ideal"
     if measured > ideal:
         over = f"{units.seconds(measured - ideal)} over the ideal"
@@ -125,7 +131,7 @@ def _bars(overlap: Overlap) -> Figure:
         bars.Row(
             "ideal: all hidden that can be",
             units.seconds(ideal),
-            [(ideal, "plain", f"ideal {units.seconds(ideal)}")],
+            [(ideal, "whole", f"ideal {units.seconds(ideal)}")],
             f"{units.seconds(hideable)} of exchange and compute side by side",
         ),
         bars.Row("measured", units.seconds(measured), after, over, ideal),
@@ -138,6 +144,7 @@ def _bars(overlap: Overlap) -> Figure:
             ("communication", "exchange"),
             ("independent", "independent compute"),
             ("compute", "experts"),
+            ("whole", "all of a step"),
             ("excess", "over the ideal"),
         ],
     )
@@ -154,10 +161,10 @@ def _bars(overlap: Overlap) -> Figure:
 
 
 def timeline(spans: list[Span], name: str, title: str) -> Figure:
-    """A lane for the host and for each rank, in the order in which they appear."""
+    """A lane for the host and below it one for each rank, by number."""
     named: dict[str, list[Span]] = {}
-    for span in spans:
-        named.setdefault(span.lane, []).append(span)
+    for lane in sorted({span.lane for span in spans}, key=_lane_order):
+        named[lane] = [span for span in spans if span.lane == lane]
     kinds = [kind for kind in _KEY if any(span.kind == kind for span in spans)]
     drawing = Drawing(
         name,

@@ -86,6 +86,7 @@ FILLS = {
     "valid": Fill("compute", "compute"),
     "padding": Fill("loss-soft", "loss", "diagonal"),
     "plain": Fill("compute", "compute"),
+    "whole": Fill("raised", "ink"),  # All of a step, of whatever kind.
     "worst": Fill("loss", "loss"),
     "last": Fill("surface", "ink"),
     **{f"heat-{i}": Fill(f"heat-{i}", "surface") for i in range(HEAT_STEPS)},
