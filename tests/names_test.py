@@ -558,6 +558,13 @@ def test_activations():
     geglu = dict(quick_geglu=True, glu_linear_offset=1.0)
     geglu.update(activation_func_clamp_value=7.0, moe_grouped_gemm=True)
     assert activation(**geglu) == "clipped_swiglu"
+
+    def silu(gate):  # Megatron's config holds PyTorch's functions.
+        raise AssertionError("is asked for its name alone")
+
+    gated = dict(gated_linear_unit=True, moe_grouped_gemm=True)
+    assert activation(activation_func=silu, **gated) == "silu"
+    assert activation(activation_func="gelu", **gated) == "gelu"
     assert activation(activation=jax.nn.mish) is jax.nn.mish
 
 
@@ -674,6 +681,19 @@ REFUSED = [
         "model_type (='llama') must be one of mixtral, qwen2_moe, qwen3_moe, "
         "qwen3_next, olmoe, deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, "
         "glm4_moe, gpt_oss, llama4_text.",
+    ),
+    (
+        dict(num_local_experts=8),
+        "num_local_experts (=8) and num_experts (=4) differ.",
+    ),
+    (
+        dict(num_moe_experts=8),
+        "num_experts (=4) and num_moe_experts (=8) differ.",
+    ),
+    (
+        dict(moe_grouped_gemm=True, activation_func="tanh"),
+        "activation_func (='tanh') must be one of silu, swish, gelu, relu, "
+        "squared_relu.",
     ),
     (
         dict(swiglu_limit=7.0),

@@ -78,7 +78,7 @@ def hf(model_type: str) -> dict:
 
 
 def random_params(config: MoEConfig, seed: int = 0):
-    params = init_params(jax.random.key(seed), config)
+    params = jax.eval_shape(lambda: init_params(jax.random.key(seed), config))
     random = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: random.normal(size=leaf.shape).astype(np.float32), params

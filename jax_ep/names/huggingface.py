@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_ep.names.plain import value_of
-from jax_ep.names.source import Source, Values, first, known, refuse
+from jax_ep.names.source import Source, Values, first, known, refuse, same
 
 # Where experts and weights are decided: TopKRouter, SparseMoeBlock, Experts, MoE of
 # models/<type>/modeling_<type>.py; what is left out: configuration_<type>.py.
@@ -71,6 +71,7 @@ MARKERS = {
     "aux_loss_alpha",
 }
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LIKE_QWEN2 = ("qwen2_moe", "qwen3_next")
 _LIKE_DEEPSEEK_V3 = dict(
     # What each leaves out of config.json: scaling, n_group, topk_group.
@@ -122,8 +123,9 @@ def model_values(op: str, given: Values) -> Values:
     def said(name: str, otherwise: Any) -> Any:
         return otherwise if given.get(name) is None else given[name]
 
+    need(*_EXPERTS)
     values = dict(
-        num_experts=need("num_experts", "num_local_experts", "n_routed_experts"),
+        num_experts=same(known(**given), *_EXPERTS),
         num_experts_per_tok=need("num_experts_per_tok"),
         hidden_size=need("hidden_size"),
     )
@@ -225,9 +227,7 @@ def translate(given: Values, others: Values) -> Values:
 
 def _values_without_type(given: Values, others: Values) -> Values:
     values = known(
-        num_experts=first(
-            given, "num_experts", "num_local_experts", "n_routed_experts"
-        ),
+        num_experts=same(given, *_EXPERTS),
         num_experts_per_tok=first(
             given, "num_experts_per_tok", "top_k_experts", "top_k"
         ),
@@ -247,7 +247,7 @@ def _values_without_type(given: Values, others: Values) -> Values:
     for name in ("swiglu_alpha", "swiglu_limit"):
         if name in given:
             refuse(name, given[name], "is of a model's own code: give model_type too")
-    activation = first(given, "hidden_act", "hidden_activation")
+    activation = same(given, "hidden_act", "hidden_activation")
     if activation is not None:
         values["activation"] = value_of("activation", activation)
     method = given.get("topk_method")

@@ -1,6 +1,6 @@
 """Megatron-LM's names: its command line's and `TransformerConfig`'s (2026-08)."""
 
-from jax_ep.names.source import Source, Values, first, known, refuse
+from jax_ep.names.source import Source, Values, first, known, refuse, same
 
 _CONFIG = "core/transformer/transformer_config.py"
 _ROUTING = "core/transformer/moe/moe_utils.py, topk_routing_with_score_function"
@@ -36,6 +36,7 @@ READ = dict(
     quick_geglu="training/arguments.py: x sigmoid(1.702 x), gated",
     openai_gelu="training/arguments.py: not gated",
     gated_linear_unit=_CONFIG,
+    activation_func=f"{_CONFIG}: a function of torch",
     glu_linear_offset=f"{_CONFIG}: added to up",
     activation_func_clamp_value=f"{_CONFIG}: bounds gate and up",
     add_bias_linear=_CONFIG,
@@ -84,6 +85,9 @@ MARKERS = {
 } | {"disable_bias_linear", "add_bias_linear", "swiglu", "expert_model_parallel_size"}
 
 _SCOPES = dict(aux_loss="global", seq_aux_loss="sequence", global_aux_loss="global")
+_FUNCTIONS = dict(
+    silu="silu", swish="silu", gelu="gelu", relu="relu", squared_relu="relu2"
+)
 _BIAS_UPDATE_RATE = 1e-3  # Where it is not said.
 _GPT_OSS = dict(glu_linear_offset=1.0, activation_func_clamp_value=7.0)
 
@@ -92,7 +96,7 @@ def translate(given: Values, others: Values) -> Values:
     """Fields of `MoEConfig` for Megatron's arguments."""
     num_topk = given.get("moe_router_topk", others.get("num_experts_per_tok", 2))
     values = known(
-        num_experts=first(given, "num_moe_experts", "num_experts"),
+        num_experts=same(given, "num_moe_experts", "num_experts"),
         num_experts_per_tok=num_topk,
         hidden_size=given.get("hidden_size"),
         moe_intermediate_size=first(given, "moe_ffn_hidden_size", "ffn_hidden_size"),
@@ -197,8 +201,14 @@ def _experts(given: Values) -> Values:
     for name in ("swiglu", "gated_linear_unit"):
         if given.get(name) is False and not given.get("swiglu"):
             refuse(name, False, "must be True: experts are gated")
+    function = given.get("activation_func")
     if given.get("swiglu"):
         values["activation"] = "silu"
+    elif function is not None:
+        name = getattr(function, "__name__", function)
+        if name not in _FUNCTIONS:
+            refuse("activation_func", name, f"must be one of {', '.join(_FUNCTIONS)}")
+        values["activation"] = _FUNCTIONS[name]
     return values
 
 

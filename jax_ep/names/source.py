@@ -38,6 +38,15 @@ def first(given: Values, *names: str) -> Any:
     return next((given[name] for name in names if name in given), None)
 
 
+def same(given: Values, *names: str) -> Any:
+    """The value of those of the names that are given, which must agree."""
+    said = [name for name in names if name in given]
+    for name in said[1:]:
+        if given[name] != given[said[0]]:
+            refuse(name, given[name], f"and {said[0]} (={given[said[0]]!r}) differ")
+    return given[said[0]] if said else None
+
+
 def known(**values: Any) -> Values:
     """Those that are not None."""
     return {name: value for name, value in values.items() if value is not None}
