@@ -13,6 +13,7 @@ except ImportError as error:
     ) from None
 
 from jax_ep import record, sizing, stamps
+from jax_ep.capacity import receive_capacity
 from jax_ep.check import check
 from jax_ep.checkpoint import load_safetensors
 from jax_ep.combine import combine
@@ -32,7 +33,7 @@ from jax_ep.losses import (
     selection_bias_update,
     sequence_load_balance_loss,
 )
-from jax_ep.moe import moe, receive_capacity
+from jax_ep.moe import moe
 from jax_ep.params import MoEParams, init_params, param_specs
 from jax_ep.placement import (
     Placement,

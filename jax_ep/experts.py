@@ -96,6 +96,12 @@ def experts(
     return dot(hidden.astype(dtype), params.down_proj, params.down_bias)
 
 
+def scale_rows(recv_x: jax.Array, recv_weights: jax.Array) -> jax.Array:
+    """`[C, H]`: each row times its weight in float32, in its dtype (Llama 4)."""
+    scaled = recv_x.astype(jnp.float32) * recv_weights[:, None]
+    return scaled.astype(recv_x.dtype)
+
+
 @jax.named_scope("jax_ep.shared_experts")
 def shared_experts(
     x: jax.Array, params: MoEParams, *, activation: Activation = "silu"

@@ -19,6 +19,7 @@ from jax_ep.losses import SelectionLoads, next_selection_bias
 from jax_ep.params import MoEParams, ParamInfo, names_of, param_info, param_specs
 from jax_ep.placement import Placement
 from jax_ep.sharded import sharded_moe
+from jax_ep.stored import storable
 
 
 class MoE(nn.Module):
@@ -44,6 +45,8 @@ class MoE(nn.Module):
         without an axis "expert", or no mesh, has all experts on each device; see
         `sharded_moe`.
       data_axes: mesh axes that tokens are split over besides; None is all others.
+      sequence_axes: those of all these that S of x `[B, ..., S, H]` is split over; see
+        `sharded_moe`.
       fsdp_axis: one of them that weights are split over along H besides.
       mesh: the mesh; None is that of the context, or of the arrays.
       dtype: in which inputs are taken and experts computed; None is the input's. The
@@ -71,6 +74,7 @@ class MoE(nn.Module):
     config: MoEConfig
     axis_name: str | Sequence[str] = "expert"
     data_axes: str | Sequence[str] | None = None
+    sequence_axes: str | Sequence[str] | None = None
     fsdp_axis: str | None = None
     mesh: jax.sharding.Mesh | None = None
     dtype: Any = None
@@ -92,7 +96,7 @@ class MoE(nn.Module):
         """Applies the layer; see `sharded_moe` for the arguments and `moe` for more.
 
         Args:
-          x: `[B, ..., H]`; B must be divisible by the shares that tokens are split in.
+          x: `[B, ..., H]`, any B.
           token_mask: bool, `x.shape[:-1]`; False for padding tokens.
           deterministic: as `MoEConfig.evaluation()` has it.
           placement: which rank holds which experts, from `plan_placement`.
@@ -102,7 +106,8 @@ class MoE(nn.Module):
           `[B, ..., H]`, in `dtype`; with `return_stats` a pair of that and `MoEStats`.
         """
         specs = param_specs(self.config, expert=self.axis_name, hidden=self.fsdp_axis)
-        names = specs
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
+        names = storable(specs, self.config, mesh, names_of(self.axis_name))
         if self.logical_axes is not None:
             names = param_specs(self.config, **self.logical_axes)
         params = {
@@ -118,6 +123,7 @@ class MoE(nn.Module):
             mesh=self.mesh,
             axis_name=self.axis_name,
             data_axes=self.data_axes,
+            sequence_axes=self.sequence_axes,
             specs=specs,
             token_mask=token_mask,
             key=self.make_rng("router") if self.has_rng("router") else None,

@@ -1,6 +1,7 @@
 """Losses that keep the experts busy, and the statistics of one call."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -160,30 +161,36 @@ def sequence_load_balance_loss(
     topk_idx: jax.Array,
     *,
     axis_name: str | Sequence[str] = (),
+    sequence_axes: str | Sequence[str] = (),
 ) -> jax.Array:
     """The mean over sequences of `load_balance_loss` in each.
 
     DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20), without its factor alpha.
 
     Args:
-      probs: `[B, S, E]` float32, whole sequences.
+      probs: `[B, S, E]` float32: sequences, or equal parts of them.
       topk_idx: `[B, S, K]` int32. A token whose ids are all negative does not count,
         nor does a sequence without tokens.
-      axis_name: mesh axes of an enclosing shard_map that the sequences are split over.
+      axis_name: mesh axes of an enclosing shard_map that the tokens are split over.
+      sequence_axes: those of them that each sequence is split over.
 
     Returns:
       `[]` float32, the same on all ranks of `axis_name`.
 
     Derivative: through `probs`.
     """
-    has_tokens = _is_token(topk_idx).any(axis=1)
-    losses = jax.vmap(load_balance_loss)(probs, topk_idx)
+    parts = names_of(sequence_axes)
+    others = tuple(name for name in names_of(axis_name) if name not in parts)
+    num_tokens = _psum(_is_token(topk_idx).sum(axis=1, dtype=jnp.int32), parts)
+    has_tokens = num_tokens > 0
+    of_one = functools.partial(load_balance_loss, axis_name=parts)
+    losses = jax.vmap(of_one)(probs, topk_idx)
     total, num_sequences = _psum(
         (
             jnp.where(has_tokens, losses, 0).sum(),
             has_tokens.sum(dtype=jnp.int32),
         ),
-        axis_name,
+        others,
     )
     return total / jnp.maximum(num_sequences, 1).astype(jnp.float32)
 
@@ -304,6 +311,7 @@ def moe_stats(
     config: MoEConfig,
     *,
     axis_name: Sequence[str],
+    sequence_axes: Sequence[str] = (),
     rounds: Rounds | None = None,
     num_sequences: int | None = None,
 ) -> MoEStats:
@@ -314,6 +322,7 @@ def moe_stats(
       handle: their layout.
       config: which losses, and their weights.
       axis_name: the mesh axes that tokens are split over, the expert axis among them.
+      sequence_axes: those of them that each sequence is split over.
       rounds: what `in_rounds` made of the layout; None without it.
       num_sequences: equal sequences that the tokens consist of, for a load-balance loss
         per sequence; None is one.
@@ -337,6 +346,7 @@ def moe_stats(
             routing.probs.reshape(*shape, config.num_experts),
             counted.reshape(*shape, config.num_experts_per_tok),
             axis_name=axis_name,
+            sequence_axes=sequence_axes,
         )
     else:
         balance = load_balance_loss(routing.probs, counted, axis_name=axis_name)

@@ -21,6 +21,7 @@ from jax_ep.losses import MoEStats, SelectionLoads, next_selection_bias
 from jax_ep.params import MoEParams, keep_axes, names_of, param_info, param_specs
 from jax_ep.placement import Placement
 from jax_ep.sharded import sharded_moe
+from jax_ep.stored import storable
 
 
 class SelectionBias(nnx.Variable):
@@ -67,6 +68,8 @@ class MoE(nnx.Module):
         without an axis "expert", or no mesh, has all experts on each device; see
         `sharded_moe`.
       data_axes: mesh axes that tokens are split over besides; None is all others.
+      sequence_axes: those of all these that S of x `[B, ..., S, H]` is split over; see
+        `sharded_moe`.
       fsdp_axis: one of them that weights are split over along H besides.
       mesh: the mesh; None is that of the context, or of the arrays.
       dtype: in which inputs are taken and experts computed; None is the input's. The
@@ -101,6 +104,7 @@ class MoE(nnx.Module):
         *,
         axis_name: str | Sequence[str] = "expert",
         data_axes: str | Sequence[str] | None = None,
+        sequence_axes: str | Sequence[str] | None = None,
         fsdp_axis: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -115,6 +119,7 @@ class MoE(nnx.Module):
         self.config = config
         self.axis_name = names_of(axis_name)
         self.data_axes = None if data_axes is None else names_of(data_axes)
+        self.sequence_axes = None if sequence_axes is None else names_of(sequence_axes)
         self.fsdp_axis = fsdp_axis
         self.mesh = mesh
         self.dtype = dtype
@@ -125,6 +130,8 @@ class MoE(nnx.Module):
         axes = dict(expert=self.axis_name, hidden=fsdp_axis)
         specs = param_specs(config, **(axes if logical_axes is None else logical_axes))
         known_mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        if logical_axes is None:
+            specs = storable(specs, config, known_mesh, self.axis_name)
 
         def zeros(tree):
             # On the mesh, where a call will leave its successor: a jitted step would
@@ -174,7 +181,7 @@ class MoE(nnx.Module):
         """Applies the layer; see `sharded_moe` for the arguments and `moe` for more.
 
         Args:
-          x: `[B, ..., H]`; B must be divisible by the shares that tokens are split in.
+          x: `[B, ..., H]`, any B.
           token_mask: bool, `x.shape[:-1]`; False for padding tokens.
           key: for jitter noise and random routing; None is the next of the layer's.
           deterministic: overrides the attribute.
@@ -196,6 +203,7 @@ class MoE(nnx.Module):
             mesh=self.mesh,
             axis_name=self.axis_name,
             data_axes=self.data_axes,
+            sequence_axes=self.sequence_axes,
             specs=param_specs(
                 self.config, expert=self.axis_name, hidden=self.fsdp_axis
             ),

@@ -284,6 +284,25 @@ def place_params(
     return dispatch(params, handle)[0]
 
 
+def placed(topk_idx, params, placement: Placement | None, exchange: Exchange):
+    """`place_topk` and `place_params` of one layer; as given without a placement."""
+    if placement is None:
+        return topk_idx, params
+    names = exchange.axis_name
+    slots = place_topk(topk_idx, placement, axis_name=names)
+    return slots, place_params(params, placement, axis_name=names, exchange=exchange)
+
+
+def equal_shares(num_experts: int, num_ranks: int) -> Placement | None:
+    """A placement of as many slots on each rank, where R does not divide E; else None.
+
+    What fills up the slots are replicas, one more of some experts than of others.
+    """
+    if not num_experts % num_ranks:
+        return None
+    return plan_placement(np.ones(num_experts), num_ranks=num_ranks)
+
+
 def _pack(loads, replicas, num_ranks, slots_per_rank) -> list[list[int]]:
     """The experts on each rank; see `plan_placement`."""
     share = np.repeat(loads / replicas, replicas)

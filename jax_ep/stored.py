@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.axis import ExpertAxis, axis_label, vary_alike
 from jax_ep.config import MoEConfig
 from jax_ep.params import MoEParams, names_of, param_info
+from jax_ep.placement import Placement
 
 
 def checked_specs(operation: str, specs: MoEParams, config: MoEConfig) -> MoEParams:
@@ -52,9 +53,8 @@ def local_weights(
     specs: MoEParams | None,
     config: MoEConfig,
     axis: ExpertAxis,
-    *,
     token_axes: tuple[str, ...],
-    has_placement: bool,
+    placement: Placement | None,
 ) -> MoEParams:
     """What a rank computes with: its L experts, and all other weights whole.
 
@@ -69,7 +69,7 @@ def local_weights(
       config: the layer.
       axis: the expert axis.
       token_axes: the mesh axes that tokens are split over, the expert axis among them.
-      has_placement: whether `place_params` follows, which takes all E experts too.
+      placement: whether there is one: `place_params` takes all E experts too.
 
     Returns:
       `MoEParams` of `[L, ...]` routed weights; `[E, ...]` where a placement follows and
@@ -85,6 +85,8 @@ def local_weights(
     """
     mesh_axes = dict(axis.mesh_axes)
     info = param_info(config)
+    if specs is not None:
+        specs = checked_specs("moe", specs, config)
     whole = {}
     for name, one in info.items():
         weight = getattr(params, name)
@@ -99,7 +101,7 @@ def local_weights(
     num_local = num_experts // axis.num_ranks
     routed = [name for name, one in info.items() if one.dims[0] == "expert"]
     counts = {whole[name].shape[:1] for name in routed}
-    if not (has_placement and counts == {(num_experts,)}):
+    if placement is None or counts != {(num_experts,)}:
         rank = lax.axis_index(axis.names) if axis.names else 0
         for name in routed:
             if whole[name].shape[:1] == (num_experts,) and num_local < num_experts:
@@ -126,19 +128,22 @@ def local_weights(
     return dataclasses.replace(params, **whole)
 
 
-def whole_experts(
-    specs: MoEParams, config: MoEConfig, expert_names: tuple[str, ...]
+def storable(
+    specs: MoEParams, config: MoEConfig, mesh, expert_names: tuple[str, ...]
 ) -> MoEParams:
-    """The specs with experts not split over the expert axis, which does not divide E.
+    """The specs as given, or with whole experts where the ranks do not divide E.
 
     Args:
-      specs: as `checked_specs` returns them.
+      specs: an entry for every dimension, as `param_specs` returns them.
       config: the layer.
+      mesh: whose axes have sizes; of axes that it lacks there is one device.
       expert_names: mesh axes of the expert axis.
 
     Returns:
       `MoEParams` of `PartitionSpec`.
     """
+    if not config.num_experts % math.prod(mesh.shape.get(n, 1) for n in expert_names):
+        return specs
     changed = {}
     for name, info in param_info(config).items():
         first, *others = getattr(specs, name)

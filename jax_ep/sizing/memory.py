@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from jax_ep.capacity import receive_capacity
 from jax_ep.config import MoEConfig
-from jax_ep.moe import receive_capacity
 from jax_ep.sizing.targets import UniformRouting, positive
 
 MAX_RANKS = 64  # Of one expert axis: kMaxRanks in ffi/cuda/workspace.h.
