@@ -1,6 +1,7 @@
 """Experts: a gated MLP per local expert over the rows that dispatch has grouped."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ _ACTIVATIONS = dict(
 )
 
 
+Matmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
 @jax.named_scope("jax_ep.experts")
 def experts(
     recv_x: jax.Array,
@@ -33,6 +37,7 @@ def experts(
     *,
     activation: Activation = "silu",
     recv_weights: jax.Array | None = None,
+    matmul: Matmul | None = None,
 ) -> jax.Array:
     """Applies each local expert's gated MLP to its rows.
 
@@ -52,6 +57,8 @@ def experts(
       recv_weights: `[C]` float32 from `dispatch`; multiplies the hidden activation.
         That is the weight on the output since `down` is linear, and it is free. With
         an output bias it is not: give the weights to `combine` instead.
+      matmul: the grouped product of the projections, `(lhs, rhs, group_sizes) -> out`
+        as `grouped_matmul`, which None is.
 
     Returns:
       `[C, H]` in recv_x's dtype, 0 in rows without a token.
@@ -81,7 +88,9 @@ def experts(
     )
     dtype = recv_x.dtype
     kept = row_is_kept(handle)[:, None]
-    dot = functools.partial(_grouped_dot, handle=handle, kept=kept)
+    dot = functools.partial(
+        _grouped_dot, matmul=matmul or grouped_matmul, handle=handle, kept=kept
+    )
     # Each `where` cleans its rows here, and their cotangents in the backward.
     x = jnp.where(kept, recv_x, jnp.zeros((), dtype))
     if params.gate_up_proj is None:
@@ -164,9 +173,9 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
     )
 
 
-def _grouped_dot(x, weight, bias, *, handle, kept):
+def _grouped_dot(x, weight, bias, *, matmul, handle, kept):
     """`x @ weight[e] + bias[e]` for the rows of each expert e; zero in other rows."""
-    y = grouped_matmul(x, weight.astype(x.dtype), handle.group_sizes)
+    y = matmul(x, weight.astype(x.dtype), handle.group_sizes)
     if bias is not None:
         # As one more column of x, so that the bias's gradient is a grouped sum too.
         bias = bias.astype(jnp.float32)[:, None]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import warnings
 from typing import Literal
 
 import jax
@@ -13,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep.axis import in_sequence, vary_alike
+from jax_ep.row_blocks import rows_by_groups, sums_by_groups
 
 Product = Literal["forward", "dgrad", "wgrad"]
 
@@ -43,13 +45,14 @@ class Kernel:
     """One implementation of a grouped product.
 
     Attributes:
-      name: "xla" is `jax.lax.ragged_dot`; "mosaic", "triton" and "tokamax_xla" are
-        those of `tokamax.ragged_dot_general`.
+      name: "xla" is `jax.lax.ragged_dot`; "blocks" those of `row_blocks.py`, for CPU
+        devices; "mosaic", "triton" and "tokamax_xla" are those of
+        `tokamax.ragged_dot_general`.
       tiles: the fields of tokamax's Config for "mosaic" and "triton", in place of its
         own choice, which knows only devices it was tuned on.
     """
 
-    name: Literal["xla", "mosaic", "triton", "tokamax_xla"] = "xla"
+    name: Literal["xla", "blocks", "mosaic", "triton", "tokamax_xla"] = "xla"
     tiles: tuple[tuple[str, int | bool], ...] = ()
 
     def __str__(self) -> str:
@@ -59,6 +62,7 @@ class Kernel:
 
 
 XLA = Kernel()
+BLOCKS = Kernel("blocks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,26 +141,36 @@ def kernels_for(dtype: jax.typing.DTypeLike) -> Kernels:
     """The fastest measured kernels for the default backend's devices.
 
     Args:
-      dtype: of both operands. Kernels were measured in bfloat16; others take XLA.
+      dtype: of both operands. GPU kernels were measured in bfloat16; others take XLA.
 
     Returns:
-      `FASTEST` of the device kind, with XLA for each product whose kernel is not
-      installed: tokamax, and triton of at least the version that was measured.
+      On CPUs, loops over blocks of rows. On GPUs `FASTEST` of the device kind, with XLA
+      for each product whose kernel is not installed: tokamax, and triton of at least
+      the version that was measured.
     """
+    if jax.default_backend() == "cpu":
+        return Kernels(BLOCKS, BLOCKS, BLOCKS)
     if jnp.dtype(dtype) != jnp.bfloat16 or jax.default_backend() != "gpu":
         return Kernels()
-    found = FASTEST.get(jax.devices()[0].device_kind, Kernels())
-    return Kernels(
-        *(
-            kernel if is_installed(kernel) else XLA
-            for kernel in (found.forward, found.dgrad, found.wgrad)
+    kind = jax.devices()[0].device_kind
+    found = FASTEST.get(kind, Kernels())
+    wanted = (found.forward, found.dgrad, found.wgrad)
+    usable = Kernels(*(k if is_installed(k) else XLA for k in wanted))
+    if usable != found:
+        # Once a process, since the place is always this line.
+        warnings.warn(
+            f"jax_ep.grouped_matmul: on {kind} some products of the experts are "
+            "jax.lax.ragged_dot's, 40 to 78 times slower at DeepSeek-V3's shapes than "
+            "kernels that are not installed: install tokamax, jax-triton and triton >= "
+            "3.9 (the extra tokamax of jax_ep), or name kernels= or matmul= yourself.",
+            stacklevel=1,
         )
-    )
+    return usable
 
 
 def is_installed(kernel: Kernel) -> bool:
     """Whether its packages are there; nothing is imported for that."""
-    if kernel.name == "xla":
+    if kernel.name in ("xla", "blocks"):
         return True
     if importlib.util.find_spec("tokamax") is None:
         return False
@@ -231,6 +245,10 @@ def product(
     dimensions = _DIMENSIONS[which]
     if kernel.name == "xla":
         return lax.ragged_dot_general(lhs, rhs, group_sizes, dimensions)
+    if kernel.name == "blocks":
+        if which == "wgrad":
+            return sums_by_groups(lhs, rhs, group_sizes)
+        return rows_by_groups(lhs, rhs, group_sizes, transpose=which == "dgrad")
     # Not a dependency, and slow to import.
     import tokamax  # pyright: ignore[reportMissingImports]
 
@@ -271,14 +289,18 @@ def _result_type(lhs, rhs, group_sizes, *, kernel, which):
 
 
 def _lower(ctx, *operands, kernel, which):
-    return _lower_product(ctx, operands, kernel, which)
+    return _lower_product(ctx, operands, XLA if kernel == BLOCKS else kernel, which)
+
+
+def _lower_cpu(ctx, *operands, kernel, which):
+    # Also in a program for several platforms, or for a CPU beside the GPU.
+    named = kernel.name in ("xla", "tokamax_xla")
+    return _lower_product(ctx, operands, kernel if named else BLOCKS, which)
 
 
 def _lower_elsewhere(ctx, *operands, kernel, which):
-    # A program for several platforms, or for a CPU beside the GPU.
-    return _lower_product(
-        ctx, operands, kernel if kernel.name == "tokamax_xla" else XLA, which
-    )
+    named = kernel.name == "tokamax_xla"
+    return _lower_product(ctx, operands, kernel if named else XLA, which)
 
 
 def _lower_product(ctx, operands, kernel, which):
@@ -299,4 +321,5 @@ _product_p.def_abstract_eval(_result_type)
 _product_p.def_impl(jax.jit(_product_p.bind, static_argnames=("kernel", "which")))
 batching.primitive_batchers[_product_p] = _one_after_another
 mlir.register_lowering(_product_p, _lower, platform="cuda")
+mlir.register_lowering(_product_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(_product_p, _lower_elsewhere)

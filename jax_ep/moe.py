@@ -14,7 +14,7 @@ from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
 from jax_ep.dropless import in_rounds
-from jax_ep.experts import experts, scale_rows, shared_experts
+from jax_ep.experts import Matmul, experts, scale_rows, shared_experts
 from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
 from jax_ep.params import MoEParams, check_params
@@ -37,6 +37,7 @@ def moe(
     key: jax.Array | None = None,
     placement: Placement | None = None,
     keep_topk_idx: bool = False,
+    matmul: Matmul | None = None,
 ) -> tuple[jax.Array, MoEStats]:
     """A Mixture-of-Experts layer: router, layout, dispatch, experts, combine.
 
@@ -84,10 +85,10 @@ def moe(
     topk_idx, routed = placed(routing.topk_idx, params.routed, placement, exchange)
     handle = dispatch_layout(topk_idx, exchange=exchange)
     shared = shared_experts(tokens, params, activation=config.activation)
-    layer, rounds = functools.partial(_routed_experts, config=config), None
-    weights, most = routing.topk_weights, config.max_rounds
+    layer = functools.partial(_routed_experts, config=config, matmul=matmul)
+    weights, rounds = routing.topk_weights, None
     if config.dropless_fallback and config.capacity_factor is not None:
-        args = (routed, tokens, topk_idx, weights, handle)
+        args, most = (routed, tokens, topk_idx, weights, handle), config.max_rounds
         out, rounds = in_rounds(layer, *args, max_rounds=most, bias=shared)
     else:
         out = layer(routed, tokens, weights, handle, shared)
@@ -106,7 +107,7 @@ def moe(
     return out.reshape(x.shape), stats
 
 
-def _routed_experts(params, tokens, topk_weights, handle, bias, *, config):
+def _routed_experts(params, tokens, topk_weights, handle, bias, *, config, matmul):
     """Dispatch, experts, combine: what `in_rounds` may repeat."""
     recv_x, recv_weights = dispatch(tokens, handle, topk_weights)
     early, late = recv_weights, None  # On the hidden activation, where that is linear.
@@ -114,6 +115,6 @@ def _routed_experts(params, tokens, topk_weights, handle, bias, *, config):
         recv_x, early = scale_rows(recv_x, recv_weights), None
     elif config.mlp_bias:
         early, late = None, recv_weights
-    act = config.activation
-    y = experts(recv_x, handle, params, activation=act, recv_weights=early)
+    given = dict(activation=config.activation, recv_weights=early, matmul=matmul)
+    y = experts(recv_x, handle, params, **given)
     return combine(y, handle, weights=late, bias=bias)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.axis import axis_label
 from jax_ep.config import MoEConfig
+from jax_ep.experts import Matmul
 from jax_ep.losses import MoEStats
 from jax_ep.moe import moe
 from jax_ep.params import (
@@ -47,6 +48,7 @@ def sharded_moe(
     key: jax.Array | None = None,
     placement: Placement | None = None,
     keep_topk_idx: bool = False,
+    matmul: Matmul | None = None,
 ) -> tuple[jax.Array, MoEStats]:
     """`moe` over global arrays: does the shard_map itself.
 
@@ -84,6 +86,8 @@ def sharded_moe(
         divide E; params are then stored whole.
       keep_topk_idx: whether `MoEStats.topk_idx` holds the (logical) experts of the
         tokens.
+      matmul: the experts' grouped product, see `experts`; the same function for the
+        same layer, or each call outside of jit compiles anew.
 
     Returns:
       `out`, like x and sharded as x is, and `MoEStats`, replicated; `topk_idx` is split
@@ -126,8 +130,8 @@ def sharded_moe(
     check_arrays(op, x, config, token_mask, placement)
     args = (x, params, token_mask, key, placement)
     if context.manual_axes:
-        static = (config, expert_names, data_names, sequence_axes, keep_topk_idx)
-        return _local(*static, specs)(*args)
+        static = (config, expert_names, data_names, sequence_axes)
+        return _local(*static, keep_topk_idx, matmul, specs)(*args)
     split = _split(mesh, x, expert_names + data_names, sequence_axes)
     for name, info in param_info(config).items():
         shape = getattr(params, name).shape
@@ -138,7 +142,8 @@ def sharded_moe(
             )
     specs = storable(specs, config, mesh, expert_names)
     check_divides(op, specs, config, dict(mesh.shape))
-    static = (config, expert_names, data_names, split.sequence_names, keep_topk_idx)
+    static = (config, expert_names, data_names, split.sequence_names)
+    static += (keep_topk_idx, matmul)
     return _sharded(static, mesh, split, specs)(*args)
 
 
@@ -164,7 +169,9 @@ def _split(mesh, x, names, sequence_axes) -> Split:
     return split_of(x.shape[:-1], sizes, sequence_names)
 
 
-def _local(config, expert_names, data_names, sequence_axes, keep_topk_idx, specs):
+def _local(
+    config, expert_names, data_names, sequence_axes, keep_topk_idx, matmul, specs
+):
     """`moe` with these static arguments, a function of arrays."""
 
     def local(x, params, token_mask, key, placement):
@@ -180,6 +187,7 @@ def _local(config, expert_names, data_names, sequence_axes, keep_topk_idx, specs
             key=key,
             placement=placement,
             keep_topk_idx=keep_topk_idx,
+            matmul=matmul,
         )
 
     return local
@@ -188,7 +196,7 @@ def _local(config, expert_names, data_names, sequence_axes, keep_topk_idx, specs
 @functools.lru_cache(maxsize=256)
 def _sharded(static, mesh, split, specs):
     """The jitted shard_map, made once, so that a call outside of jit compiles once."""
-    _, expert_names, data_names, _, keep_topk_idx = static
+    _, expert_names, data_names, _, keep_topk_idx, _ = static
     # Other axes than these are gathered by JAX at the border of the shard_map.
     known = expert_names + data_names
     specs = jax.tree.map(lambda spec: keep_axes(spec, known), specs)

@@ -272,3 +272,26 @@ def test_activations_of_the_gate(activation, of_gate):
     np.testing.assert_allclose(gated(gate, up, activation), want, rtol=1e-5, atol=1e-6)
     half = gated(jnp.asarray(gate, jnp.bfloat16), jnp.asarray(up), activation)
     assert half.dtype == jnp.float32
+
+
+def test_another_grouped_product():
+    """What is given multiplies, in the layer too, and nothing else does."""
+    config, params, x, _, _ = make()
+    shapes = []
+
+    def matmul(lhs, rhs, group_sizes):
+        shapes.append((lhs.shape[1], rhs.shape))
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+    kernel = np.zeros((HIDDEN, EXPERTS), np.float32)
+    kernel[0] = np.arange(EXPERTS)
+    params = dataclasses.replace(params, router_kernel=kernel)
+    mesh = jax.make_mesh((RANKS,), ("expert",))
+    with jax.set_mesh(mesh):
+        out, _ = jax_ep.sharded_moe(x, params, config, matmul=matmul)
+    wanted = dense.moe(np, x, params, config)[0]
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
+    assert shapes == [
+        (HIDDEN, (EXPERTS // RANKS, HIDDEN, 2 * WIDTH)),
+        (WIDTH, (EXPERTS // RANKS, WIDTH, HIDDEN)),
+    ]
