@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from jax import lax
 
-MAX_RANKS = 64  # One NVLink domain; peer pointers travel in a kernel's parameters.
+from jax_ep import _ffi
+
+MAX_RANKS = _ffi.limits["ranks"]  # One NVLink domain; peers are kernel parameters.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jax_ep import _ffi
+
 Implementation = Literal["ffi", "xla"]
 
-MAX_EXPERTS = 2048  # Counters of all experts fit one block's shared memory.
+MAX_EXPERTS = _ffi.limits["experts"]  # A counter each in a block's shared memory.
 MAX_INT32 = 2**31 - 1  # Rows are numbered in int32.
 
 

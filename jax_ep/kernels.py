@@ -16,17 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep import nvrtc
+from jax_ep import _ffi, nvrtc
 
 # Compiled for where there is no GPU to ask: Hopper and Blackwell.
 DEFAULT_ARCHITECTURES = ("sm_90a", "sm_100a")
 
-MAX_LEAVES = 16  # kMaxLeaves of workspace.h: pointers in a kernel's parameters.
+MAX_LEAVES = _ffi.limits["leaves"]  # Their pointers are kernel parameters.
 
 _MIN_COMPUTE_CAPABILITY = (9, 0)  # Bulk copies and their barriers (Hopper).
 
-# LeafDtype of workspace.h: what combine can add.
-_LEAF_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_LEAF_DTYPES = _ffi.leaf_dtypes  # Of what combine can add, by name.
 
 _PREFIX = "jax_ep_"  # of targets, which are the names of the kernels too
 

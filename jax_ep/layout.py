@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import ffi
+from jax_ep import _ffi, ffi
 from jax_ep.axis import axis_label, expert_axis, vary_alike
 from jax_ep.exchange import MAX_INT32, Exchange, Implementation
 from jax_ep.payload import an_array
 
-MAX_TOPK = 32  # One lane of a warp per slot of a token.
+MAX_TOPK = _ffi.limits["topk"]  # One lane of a warp per slot of a token.
 
 _STATIC = dict(static=True)
 

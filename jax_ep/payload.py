@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep import _ffi
+
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)  # Leaves with a derivative.
-MAX_LEAVES = 16  # Their pointers travel in a kernel's parameters.
+MAX_LEAVES = _ffi.limits["leaves"]  # Their pointers are kernel parameters.
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 

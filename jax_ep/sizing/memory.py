@@ -4,20 +4,11 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from jax_ep import _ffi
+from jax_ep.axis import MAX_RANKS
 from jax_ep.capacity import receive_capacity
 from jax_ep.config import MoEConfig
 from jax_ep.sizing.targets import UniformRouting, positive
-
-MAX_RANKS = 64  # Of one expert axis: kMaxRanks in ffi/cuda/workspace.h.
-
-_KIB = 1024
-_MIB = 1024 * _KIB
-# ffi/cuda/workspace.h: kRingOffset; RingRangeBytes up to R = 8, and of all beyond.
-_BEFORE_RING = 4 * _MIB
-_RANGE = 30 * _MIB
-_ALL_RANGES = 240 * _MIB
-_RANGE_STEP = 64 * _KIB
-
 
 _MAX_TOKENS = 2**31 - 1  # a dimension of an array whose indices are int32
 
@@ -137,8 +128,7 @@ def workspace_bytes(num_ranks: int) -> int:
             f"jax_ep.sizing.workspace_bytes: num_ranks (={num_ranks}) must be at most "
             f"{MAX_RANKS}."
         )
-    one = _RANGE if num_ranks <= 8 else _ALL_RANGES // num_ranks
-    return _BEFORE_RING + num_ranks * (one // _RANGE_STEP * _RANGE_STEP)
+    return _ffi.workspace_bytes(num_ranks)
 
 
 def handle_bytes(shape: Shape) -> int:

@@ -17,19 +17,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep.axis import MAX_RANKS
 
 TOKENS, TOPK, HIDDEN, LOCAL_EXPERTS, ALIGNMENT = 64, 4, 256, 4, 8
 CAPACITY = 192  # Fewer rows than rank 0 wants, on any number of ranks.
 WAIT_S = 30.0  # For another rank, inside a kernel or handler.
 REPEATS = 7
-_MAX_RANKS = 64
 
 
 def main(platform: str) -> int:
     """Runs everything on all local devices of `platform`; returns the exit status."""
     try:
         say(stage="starting the devices")
-        devices = jax.local_devices(backend=platform)[:_MAX_RANKS]
+        devices = jax.local_devices(backend=platform)[:MAX_RANKS]
         say(stage="compiling", devices=len(devices), kind=devices[0].device_kind)
         mesh = Mesh(np.array(devices), ("expert",))
         arguments = make_arguments(mesh)

@@ -6,13 +6,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from jax_ep import sizing
+from jax_ep.axis import MAX_RANKS
 from jax_ep.tools.checks.driver import Driver, Gpu
 from jax_ep.tools.checks.outcome import NO_CUDA, Outcome, Subject
 
 SUBJECT = Subject("GPUs")
 
 _MIN_COMPUTE_CAPABILITY = (9, 0)  # Hopper: bulk copies and their barriers.
-_MAX_RANKS = 64
 _GIB = 2**30
 # XLA's defaults: it takes this share of a GPU's memory at once.
 _DEFAULT_FRACTION = 0.75
@@ -138,7 +138,7 @@ def _memory(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Outcome:
     name = "memory"
     smallest = min(gpu.memory_bytes for gpu in gpus)
     total = f"{smallest / _GIB:.0f} GiB each"
-    needed = sizing.workspace_bytes(min(len(gpus), _MAX_RANKS))
+    needed = sizing.workspace_bytes(min(len(gpus), MAX_RANKS))
     workspace = f"a workspace of {needed / 2**20:.0f} MiB"
     setting = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
     if setting in ("false", "0"):
