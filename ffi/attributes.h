@@ -18,8 +18,9 @@ namespace jax_ep {
 
 namespace ffi = xla::ffi;
 
-// Beyond this (30 years) a deadline would overflow the clock.
-inline constexpr double kMaxTimeoutSeconds = 1e9;
+// Three years. Beyond a hundred times this a deadline would overflow the clock, and
+// the host's rendezvous waits for ten.
+inline constexpr double kMaxTimeoutSeconds = 1e8;
 
 // The attributes of a call that shapes do not tell.
 struct Config {

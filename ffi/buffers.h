@@ -135,8 +135,9 @@ class Buffers {
 
   Status Finish() {
     if (status_.ok() && num_left() > 0) {
-      status_ = InvalidArgument("expected ", position_, " ", kind_, "s, got ",
-                                buffers_.size(), ".");
+      status_ =
+          InvalidArgument("expected ", position_, " ", kind_, position_ == 1 ? "" : "s",
+                          ", got ", buffers_.size(), ".");
     }
     return status_;
   }
@@ -146,7 +147,7 @@ class Buffers {
     if (!status_.ok()) return std::nullopt;
     if (position_ < buffers_.size()) return buffers_[position_++];
     status_ = InvalidArgument(kind_, " ", name, " is missing; got ", buffers_.size(),
-                              " ", kind_, "s.");
+                              " ", kind_, buffers_.size() == 1 ? "." : "s.");
     return std::nullopt;
   }
 

@@ -208,6 +208,18 @@ def fails(call: Call, message: str) -> None:
         ("timeout_s", np.float64(0), "timeout_s (=0) must be positive."),
         ("timeout_s", np.float64("nan"), "timeout_s (=nan) must be positive."),
         ("groups", np.zeros(0, np.int64), "groups must hold num_ranks (=4) positions"),
+        (
+            "groups",
+            np.array([0, 1, 2, -3]),
+            "groups[3] (=-3) must be another of the positions 0 to 3 than those before "
+            "it.",
+        ),
+        (
+            "groups",
+            np.array([0, 1, 1, 3]),
+            "groups[2] (=1) must be another of the positions 0 to 3 than those before "
+            "it.",
+        ),
         ("axis", 3, "attribute axis: "),
         ("capacity", np.int32(32), "attribute capacity: "),
         ("groups", np.arange(4, dtype=np.int32), "attribute groups: "),

@@ -38,8 +38,12 @@ Status InternImage(std::string_view name, std::string_view sha256,
   if (it == images.end() || it->second.bytes != bytes) {
     const std::string digest = Sha256(bytes);
     if (digest != sha256) {
+      // What is no digest may be anything, a book or a null character.
+      const bool is_digest =
+          sha256.size() == digest.size() &&
+          sha256.find_first_not_of("0123456789abcdef") == std::string_view::npos;
       return InvalidArgument("attribute ", name, " has the sha256 ", digest, ", and ",
-                             name, "_sha256 says ", sha256,
+                             name, "_sha256 says ", is_digest ? sha256 : "another",
                              "; the program is damaged, compile or export it again.");
     }
     it = images.try_emplace(digest, bytes).first;

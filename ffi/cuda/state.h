@@ -69,6 +69,10 @@ inline Status ReadImages(Attributes& attrs, CudaState& state) {
   while (!archs.empty()) {
     const std::string_view arch = archs.substr(0, archs.find(','));
     archs.remove_prefix(std::min(archs.size(), arch.size() + 1));
+    constexpr auto kLetters = "0123456789abcdefghijklmnopqrstuvwxyz_";
+    if (arch.empty() || arch.find_first_not_of(kLetters) != std::string_view::npos) {
+      return InvalidArgument("cubin_archs must be names like sm_90a joined by commas.");
+    }
     const std::string name = Concat("cubin_", arch);
     const auto bytes = attrs.Get<std::string_view>(name);
     const auto sha256 = attrs.Get<std::string_view>(name + "_sha256");

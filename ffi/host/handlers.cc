@@ -103,11 +103,12 @@ void ExecuteOn(HostState* state, int64_t run_id, ffi::ThreadPool& pool,
     pool.Schedule(std::move(task));
   };
 
-  PrepareResults(rets);
   auto brought = std::make_unique<Brought<Call>>();
   brought->arrived = config.stamps ? Now() : 0;
   Call& own = brought->call;
   Status decoded = Decode(config, args, rets, own);
+  // Not before: of a dtype that XLA's headers did not know yet, nobody knows the size.
+  if (decoded.ok()) PrepareResults(rets);
   const int32_t* position = own.rank;
   const bool knows_group =
       position != nullptr && position[1] >= 0 && position[1] < config.num_groups();

@@ -3,6 +3,7 @@
 #ifndef JAX_EP_TESTS_CUDA_FAKE_XLA_H_
 #define JAX_EP_TESTS_CUDA_FAKE_XLA_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -18,6 +19,12 @@
 struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
   std::string message;
+};
+
+// What a handler that answers later completes; here it has, when it returns.
+struct XLA_FFI_Future {
+  bool is_done = false;
+  std::string error;
 };
 
 // One device during one stage of one execution.
@@ -71,6 +78,29 @@ inline const XLA_FFI_Api* Api() {
     };
     a.XLA_FFI_RunId_Get = [](XLA_FFI_RunId_Get_Args* args) {
       args->run_id = args->ctx->run_id;
+      return Ok();
+    };
+    // A pool of one thread, the caller's.
+    a.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) {
+      args->task(args->data);
+      return Ok();
+    };
+    a.XLA_FFI_ThreadPool_NumThreads = [](XLA_FFI_ThreadPool_NumThreads_Args* args) {
+      *args->num_threads = 1;
+      return Ok();
+    };
+    a.XLA_FFI_Future_Create = [](XLA_FFI_Future_Create_Args* args) {
+      args->future = new XLA_FFI_Future;
+      return Ok();
+    };
+    a.XLA_FFI_Future_SetAvailable = [](XLA_FFI_Future_SetAvailable_Args* args) {
+      args->future->is_done = true;
+      return Ok();
+    };
+    a.XLA_FFI_Future_SetError = [](XLA_FFI_Future_SetError_Args* args) {
+      args->future->is_done = true;
+      args->future->error = args->error->message;
+      delete args->error;
       return Ok();
     };
     a.XLA_FFI_InvokeContext_FindExtension =
@@ -160,6 +190,17 @@ class Attrs {
                  int32_arrays_.back().data());
   }
 
+  Attrs& Remove(const std::string& name) {
+    for (size_t at = 0; at < names_.size(); ++at) {
+      if (std::string(names_[at]->ptr, names_[at]->len) != name) continue;
+      types_.erase(types_.begin() + at);
+      names_.erase(names_.begin() + at);
+      values_.erase(values_.begin() + at);
+      break;
+    }
+    return *this;
+  }
+
   XLA_FFI_Attrs Get() {
     return {XLA_FFI_Attrs_STRUCT_SIZE,
             nullptr,
@@ -216,9 +257,11 @@ class Attrs {
 class Buffers {
  public:
   Buffers& Add(XLA_FFI_DataType dtype, std::vector<int64_t> dims, size_t shift = 0) {
-    int64_t bytes = dtype == XLA_FFI_DataType_BF16 ? 2 : 4;
-    for (int64_t dim : dims) bytes *= dim;
-    memory_.push_back(std::make_unique<char[]>(bytes + 256));
+    // Enough for every dtype; what is larger is not touched by a good handler.
+    double bytes = 16;
+    for (int64_t dim : dims) bytes *= static_cast<double>(dim);
+    memory_.push_back(std::make_unique<char[]>(
+        static_cast<size_t>(std::min<double>(bytes, kMaxBytes)) + 256));
     auto address = reinterpret_cast<uintptr_t>(memory_.back().get());
     dims_.push_back(std::move(dims));
     buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype,
@@ -228,10 +271,9 @@ class Buffers {
     return *this;
   }
 
-  template <typename T>
-  T* Data(size_t i) {
-    return static_cast<T*>(buffers_[i].data);
-  }
+  size_t size() const { return buffers_.size(); }
+  XLA_FFI_Buffer& operator[](size_t i) { return buffers_[i]; }
+  const std::vector<int64_t>& Dims(size_t i) const { return dims_[i]; }
 
   XLA_FFI_Args Args() {
     Fill();
@@ -245,6 +287,8 @@ class Buffers {
   }
 
  private:
+  static constexpr double kMaxBytes = 1 << 20;
+
   void Fill() {
     pointers_.clear();
     for (auto& buffer : buffers_) pointers_.push_back(&buffer);
@@ -273,6 +317,10 @@ inline std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage,
   frame.args = operands ? operands->Args() : Buffers().Args();
   frame.rets = results ? results->Rets() : Buffers().Rets();
   XLA_FFI_Error* error = handler(&frame);
+  if (frame.future != nullptr) {
+    std::unique_ptr<XLA_FFI_Future> future(frame.future);
+    return future->is_done ? future->error : "the handler waits";
+  }
   if (error == nullptr) return "";
   std::string message = error->message;
   delete error;
