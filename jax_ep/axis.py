@@ -21,11 +21,15 @@ class ExpertAxis:
       names: mesh axis names; a rank is `lax.axis_index(names)`.
       num_ranks: product of their sizes.
       mesh_axes: every axis of the mesh with its size, in mesh order.
+      num_domains: D, where this is one of D consecutive parts of the ranks of `names`,
+        an NVLink domain; `num_ranks` is then G, its ranks, and a rank is
+        `lax.axis_index(names) % G`.
     """
 
     names: tuple[str, ...]
     num_ranks: int
     mesh_axes: tuple[tuple[str, int], ...]
+    num_domains: int = 1
 
     @property
     def other_names(self) -> tuple[str, ...]:
@@ -41,10 +45,29 @@ class ExpertAxis:
         axes = [order.index(name) for name in self.other_names + self.names]
         return positions.transpose(axes).reshape(-1, self.num_ranks)
 
+    def of_domain(self, domain_size: int) -> "ExpertAxis":
+        """The part of G consecutive ranks that this device is in."""
+        return dataclasses.replace(
+            self,
+            num_ranks=domain_size,
+            num_domains=self.num_ranks // domain_size,
+        )
+
+    @property
+    def index_groups(self) -> list[list[int]] | None:
+        """The ranks of each domain, as `lax` collectives take them; None is all."""
+        if self.num_domains == 1:
+            return None
+        size = self.num_ranks
+        return [list(range(d * size, d * size + size)) for d in range(self.num_domains)]
+
     def rank_and_group(self) -> jax.Array:
         """`[2]` int32: this device's rank, and its row in `groups`."""
         rank = lax.axis_index(self.names) if self.names else 0
         group = lax.axis_index(self.other_names) if self.other_names else 0
+        if self.num_domains > 1:
+            group = group * self.num_domains + rank // self.num_ranks
+            rank = rank % self.num_ranks
         return jax.numpy.stack(
             [jax.numpy.int32(rank), jax.numpy.int32(group)]  # [rank, group]
         )

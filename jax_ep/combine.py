@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import ffi
+from jax_ep import two_hops
 from jax_ep.axis import vary_alike
 from jax_ep.dispatch import dispatch_leaves
 from jax_ep.exchange import wire_dtype
@@ -108,7 +108,7 @@ def combine(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(static, leaves, weights, bias, handle):
     call, wire = static
-    _, sums = ffi.combine(
+    _, sums = two_hops.combine(
         call, handle, leaves, weights=weights, bias=bias, wire_f32=wire is not None
     )
     return sums

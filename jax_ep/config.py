@@ -98,6 +98,10 @@ class MoEConfig:
       max_rounds: most rounds of it; None is as many as the worst routing needs.
       eval_capacity_factor: what `evaluation()` puts in its place; None keeps it, -1 is
         dropless.
+      domain_size: G, ranks of an NVLink domain where the expert axis spans several,
+        see `dispatch_layout`; None is one domain.
+      network_capacity_factor: room between domains over what uniform routing needs.
+        None is 1.06 from eight domains on with `dropless_fallback`, else room for all.
       expert_alignment: A; each expert's rows start on a multiple of it. The default, 1,
         is what `grouped_matmul` does best with: its kernels begin their tiles at each
         expert's first row, wherever that is, so padding only adds rows. Kernels of
@@ -148,6 +152,8 @@ class MoEConfig:
     dropless_fallback: bool = False
     max_rounds: int | None = None
     eval_capacity_factor: float | None = None
+    domain_size: int | None = None
+    network_capacity_factor: float | None = None
     expert_alignment: int = 1
     implementation: Literal["ffi", "xla"] | None = None
     num_sms: int | None = None
@@ -269,6 +275,8 @@ class MoEConfig:
         return Exchange(
             num_experts=num_slots or self.num_experts,
             axis_name=axis_name,
+            domain_size=self.domain_size,
+            network_capacity_factor=self.network_capacity_factor,
             capacity=capacity,
             expert_alignment=self.expert_alignment,
             implementation=self.implementation,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import ffi
+from jax_ep import two_hops
 from jax_ep.axis import vary_alike
 from jax_ep.exchange import wire_dtype
 from jax_ep.layout import Handle, call_of
@@ -84,7 +84,7 @@ def dispatch(
 def dispatch_leaves(static, leaves, weights, handle):
     """Dispatch of a list of leaves; `static` is the call and the sums' wire format."""
     call, _ = static
-    recv_weights, recv = ffi.dispatch(call, handle, leaves, weights)
+    recv_weights, recv = two_hops.dispatch(call, handle, leaves, weights)
     return recv, recv_weights
 
 
@@ -117,7 +117,7 @@ dispatch_leaves.defvjp(_dispatch_fwd, _dispatch_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _undispatch(static, rows, row_values, handle):
     call, wire = static
-    values, sums = ffi.combine(
+    values, sums = two_hops.combine(
         call, handle, rows, row_values=row_values, wire_f32=wire is not None
     )
     return sums, values

@@ -1,6 +1,7 @@
 """Everything that an exchange is told, in one frozen description."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -27,6 +28,11 @@ class Exchange:
     Attributes:
       num_experts: E, over all ranks, a multiple of the R ranks, at most 2048.
       axis_name: mesh axis, or tuple of axes, that the experts are split over.
+      domain_size: G, ranks of an NVLink domain; rank r is in domain r // G. Where it is
+        less than R, rows cross between domains first, see `dispatch_layout`. None is
+        one domain.
+      network_capacity_factor: room for this many times the tokens that uniform routing
+        sends from a rank to a domain; None is room for all.
       capacity: rows C of each rank's receive buffer, rounded down to a multiple of
         `expert_alignment`; None is dropless.
       expert_alignment: A >= 1; each expert's rows start on a multiple of it.
@@ -47,6 +53,8 @@ class Exchange:
 
     num_experts: int
     axis_name: str | Sequence[str] = "expert"
+    domain_size: int | None = None
+    network_capacity_factor: float | None = None
     capacity: int | None = None
     expert_alignment: int = 1
     implementation: Implementation | None = None
@@ -63,10 +71,17 @@ class Exchange:
 
         names = self.axis_name
         put("axis_name", (names,) if isinstance(names, str) else tuple(names))
-        for name in ("num_experts", "expert_alignment", "num_sms", "capacity"):
+        needed = ("num_experts", "expert_alignment")
+        for name in (*needed, "num_sms", "domain_size", "capacity"):
             value = getattr(self, name)
-            if value is not None or name in ("num_experts", "expert_alignment"):
+            if value is not None or name in needed:
                 put(name, positive(operation, name, value))
+        factor = self.network_capacity_factor
+        if factor is not None and not 0 < factor < math.inf:
+            raise ValueError(
+                f"jax_ep.{operation}: network_capacity_factor (={factor}) must be "
+                "positive and finite."
+            )
         if self.num_experts > MAX_EXPERTS:
             raise ValueError(
                 f"jax_ep.{operation}: num_experts (={self.num_experts}) must be at "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import _ffi, ffi
+from jax_ep import _ffi, ffi, two_hops
 from jax_ep.axis import axis_label, expert_axis, vary_alike
 from jax_ep.exchange import MAX_INT32, Exchange, Implementation
 from jax_ep.payload import an_array
@@ -41,6 +41,9 @@ class Handle:
       num_recv: `[R]`, rows wanted at each rank before drops, the same on all ranks.
       num_dropped: `[R]`, rows dropped at each rank, the same on all ranks.
       num_invalid: `[1]`, this rank's ids that are at least `num_experts`.
+      hop: what an exchange over several domains adds, see `two_hops.Hop`; None is one
+        domain. `recv_slot` is then `[G, D*Q, K]`, of the tokens that arrived in this
+        domain, and `slot`, `slot_rank` and the counts are of all R ranks still.
       exchange: what its calls were told, inherited by every call with this handle; its
         fields are readable here too (`handle.num_experts`, ...).
       num_ranks: R.
@@ -58,6 +61,7 @@ class Handle:
     num_recv: jax.Array
     num_dropped: jax.Array
     num_invalid: jax.Array
+    hop: two_hops.Hop | None
     exchange: Exchange = dataclasses.field(metadata=_STATIC)
     num_ranks: int = dataclasses.field(metadata=_STATIC)
     capacity: int = dataclasses.field(metadata=_STATIC)
@@ -106,6 +110,8 @@ def dispatch_layout(
     *,
     num_experts: int | None = None,
     axis_name: str | Sequence[str] | None = None,
+    domain_size: int | None = None,
+    network_capacity_factor: float | None = None,
     capacity: int | None = None,
     expert_alignment: int | None = None,
     implementation: Implementation | None = None,
@@ -140,6 +146,16 @@ def dispatch_layout(
         `r * E // R` up to `(r + 1) * E // R`. Needed without an `exchange`.
       axis_name: mesh axis, or tuple of axes, of the R ranks; None is "expert". At most
         64 where the custom calls run. `()` is one rank, inside a shard_map or not.
+      domain_size: G, the ranks of an NVLink domain, a divisor of R: rank r is in domain
+        r // G, and D = R/G. Rows then cross between domains first, by XLA's own
+        collective over the ranks with the same r % G, once to each domain, and from
+        there by our exchange, once to each rank in it. Inside an expert rows are then
+        ordered by (source rank in the domain, source domain, token, k). At most 64
+        ranks a domain where the custom calls run, and no such limit on R. None, or R,
+        is one domain.
+      network_capacity_factor: a rank may send a domain this many times the tokens that
+        uniform routing would. What has no room is dropped, and counted. None is room
+        for all T tokens: as good up to four domains, and from eight on worth a warning.
       capacity: rows C of each rank's receive buffer, rounded down to a multiple of A.
         None is dropless: `R*T*K + L*(A-1)` rows. (A router that never repeats an id in
         a row needs no more than `R*T*min(K, L) + L*(A-1)`.)
@@ -166,7 +182,9 @@ def dispatch_layout(
       ValueError: no shard_map over the axis, a partly manual one, or a shape or value
         out of range. TypeError: ids that are no array of integers.
 
-    On the wire: every rank's ids to every rank, `4*T*K*(R-1)` bytes out of each.
+    On the wire: every rank's ids to every rank, `4*T*K*(R-1)` bytes out of each. With
+    domains, Q the tokens with room: `8*Q*K*(D-1)` bytes of ids and slots between them,
+    and `4*D*Q*K*(G-1)` inside.
 
     Source: the layout and the handle of DeepEP (github.com/deepseek-ai/DeepEP); here
     every rank knows all ids, so that nothing is exchanged about counts or positions.
@@ -175,6 +193,8 @@ def dispatch_layout(
     given: dict[str, Any] = dict(
         num_experts=num_experts,
         axis_name=axis_name,
+        domain_size=domain_size,
+        network_capacity_factor=network_capacity_factor,
         capacity=capacity,
         expert_alignment=expert_alignment,
         implementation=implementation,
@@ -214,8 +234,9 @@ def dispatch_layout(
             f"jax_ep.{op}: num_experts (={exchange.num_experts}) must be divisible by "
             f'the {axis.num_ranks} ranks of axis "{axis_label(axis.names)}".'
         )
+    num_places = _places(op, exchange, axis, num_tokens, num_topk)
     alignment = exchange.expert_alignment
-    dropless = axis.num_ranks * num_tokens * num_topk
+    dropless = axis.num_ranks * num_places * num_topk
     dropless += exchange.num_experts // axis.num_ranks * (alignment - 1)
     if dropless > MAX_INT32:
         raise ValueError(
@@ -227,9 +248,15 @@ def dispatch_layout(
         rows = dropless // alignment * alignment
     ids = int32_ids(topk_idx, exchange.num_experts)
     call = ffi.Call(axis, exchange, rows)
-    arrays = ffi.layout(call, vary_alike(axis.names, ids))
+    ids, hop = vary_alike(axis.names, ids), None
+    if exchange.domain_size in (None, axis.num_ranks):
+        arrays = ffi.layout(call, ids)
+    else:
+        arrays, hop = two_hops.layout(call, ids, num_places)
+    arrays, hop = vary_alike(axis.names, (arrays, hop))
     handle = Handle(
         *arrays,
+        hop,
         exchange=exchange,
         num_ranks=axis.num_ranks,
         capacity=rows,
@@ -237,6 +264,30 @@ def dispatch_layout(
         num_topk=num_topk,
     )
     return checkpoint_name(handle, "jax_ep_handle")
+
+
+def _places(operation, exchange: Exchange, axis, num_tokens: int, num_topk: int) -> int:
+    """Q, or T of one domain, checked."""
+    size = exchange.domain_size
+    if size is None:
+        return num_tokens
+    if axis.num_ranks % size:
+        raise ValueError(
+            f"jax_ep.{operation}: domain_size (={size}) must divide the "
+            f'{axis.num_ranks} ranks of axis "{axis_label(axis.names)}".'
+        )
+    if size == axis.num_ranks:
+        return num_tokens
+    expected = two_hops.expected_tokens(exchange, axis.num_ranks, num_tokens, num_topk)
+    factor = exchange.network_capacity_factor
+    if factor is not None and num_tokens and factor * expected < 1:
+        raise ValueError(
+            f"jax_ep.{operation}: network_capacity_factor (={factor}) must leave room "
+            f"for a token: at least {1 / expected:.3g} with {num_tokens} tokens."
+        )
+    if factor is None and axis.num_ranks // size >= two_hops.MANY_DOMAINS:
+        two_hops.warn_of_many_domains(axis.num_ranks // size)
+    return two_hops.places(exchange, axis.num_ranks, num_tokens, num_topk)
 
 
 def call_of(operation: str, handle: Handle) -> ffi.Call:
@@ -259,10 +310,14 @@ def call_of(operation: str, handle: Handle) -> ffi.Call:
             f'and axis "{label}" has {axis.num_ranks} here.'
         )
     shape = (handle.num_tokens, handle.num_topk)
-    if handle.slot.shape != shape or handle.recv_slot.shape != (axis.num_ranks, *shape):
+    seen_from_owner = (axis.num_ranks, *shape)
+    if handle.hop is not None:
+        size, num_topk = handle.exchange.domain_size, handle.num_topk
+        seen_from_owner = (size, handle.hop.send_token.size, num_topk)
+    if handle.slot.shape != shape or handle.recv_slot.shape != seen_from_owner:
         raise ValueError(
             f"jax_ep.{operation}: the handle's slot and recv_slot must have shapes "
-            f"{shape} and {(axis.num_ranks, *shape)} on each rank, and have "
+            f"{shape} and {seen_from_owner} on each rank, and have "
             f"{handle.slot.shape} and {handle.recv_slot.shape}: pass it with "
             f'P("{label}").'
         )

@@ -17,22 +17,16 @@ def layout(operands, *, call) -> list[jax.Array]:
     num_ranks, num_local = call.axis.num_ranks, call.num_local_experts
     num_experts = call.exchange.num_experts
     alignment = call.exchange.expert_alignment
-    ids = _all_gather(topk_idx, call)  # [R, T, K]
+    ids = all_gather(topk_idx, call)  # [R, T, K]
     num_invalid = jnp.sum(topk_idx >= num_experts, dtype=jnp.int32)[None]
     valid = (ids >= 0) & (ids < num_experts)
     expert = jnp.where(valid, ids, num_experts).reshape(num_ranks, -1)  # [R, T*K]
 
     wanted, rank_in_source = jax.vmap(
-        functools.partial(_count_and_number, num_experts=num_experts)
+        functools.partial(count_and_number, num_experts=num_experts)
     )(expert)  # [R, E], [R, T*K]
+    kept, kept_by_source = kept_rows(wanted, call)  # [R, L], [R, E]
     demand = wanted.sum(axis=0, dtype=jnp.int32).reshape(num_ranks, num_local)
-    kept = jax.vmap(functools.partial(_fill, capacity=call.capacity, block=alignment))(
-        demand
-    )  # [R, L]
-    # Inside an expert that loses rows, its sources share what it keeps.
-    kept_by_source = jax.vmap(functools.partial(_fill, block=1))(
-        wanted.T, kept.reshape(-1)
-    ).T  # [R, E]
 
     sizes = _align(kept, alignment)
     offsets = jnp.cumsum(sizes, axis=1) - sizes  # [R, L]
@@ -76,13 +70,13 @@ def dispatch(operands, *, call):
 
     weights = operands.weights
     if weights is not None:
-        weights = pick(_all_gather(weights, call).reshape(-1), source)
+        weights = pick(all_gather(weights, call).reshape(-1), source)
     leaves = []
     num_topk = recv_slot.shape[2]
     for leaf in operands.leaves:
         # As bits, or XLA would take NaNs of bfloat16 through float32 and change them.
         bits = lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
-        rows = _all_gather(bits, call).reshape(-1, leaf.shape[1])
+        rows = all_gather(bits, call).reshape(-1, leaf.shape[1])
         rows = pick(rows, source // num_topk)
         leaves.append(lax.bitcast_convert_type(rows, leaf.dtype))
     return weights, tuple(leaves)
@@ -93,7 +87,7 @@ def combine(operands, *, call, wire_f32):
     slot = operands.slot
     values = operands.row_values
     if values is not None:
-        values = _all_gather(values, call)  # [R, C]
+        values = all_gather(values, call)  # [R, C]
         if call.capacity:
             values = values[jnp.maximum(operands.slot_rank, 0), jnp.maximum(slot, 0)]
             values = jnp.where(slot >= 0, values, 0)
@@ -112,7 +106,7 @@ def combine(operands, *, call, wire_f32):
             # A rank without rows sends +0, and adding that changes no bit: no sum
             # that starts at +0 is ever -0.
             total = total + partials[rank].astype(jnp.float32)
-        total = _started_at_zero(total)
+        total = started_at_zero(total)
         if bias is not None:
             total = total + bias.astype(jnp.float32)
         sums.append(total.astype(leaf.dtype))
@@ -132,15 +126,37 @@ def _partials(leaf, weights, recv_slot):
         if weights is not None:
             values = values * weights[read][..., None]
         total = total + jnp.where(row[..., None] >= 0, values, 0)
-    return _started_at_zero(total)
+    return started_at_zero(total)
 
 
-def _started_at_zero(total):
+def started_at_zero(total):
+    """A sum that began at +0, of one that XLA began at its first term."""
     # XLA takes `0 + x` for x, which it is not for -0.
     return jnp.where(total == 0, jnp.zeros_like(total), total)
 
 
-def _count_and_number(expert, *, num_experts):
+def kept_rows(wanted: jax.Array, call):
+    """The filling rule: what every expert keeps, and of each of its sources.
+
+    Args:
+      wanted: `[S, E]`, slots that each of S sources has at each expert.
+      call: its axis, experts, alignment and capacity.
+
+    Returns:
+      `[R, L]` and `[S, E]`.
+    """
+    demand = wanted.sum(axis=0, dtype=jnp.int32)
+    kept = jax.vmap(
+        functools.partial(
+            _fill, capacity=call.capacity, block=call.exchange.expert_alignment
+        )
+    )(demand.reshape(call.axis.num_ranks, call.num_local_experts))
+    # Inside an expert that loses rows, its sources share what it keeps.
+    by_source = jax.vmap(functools.partial(_fill, block=1))(wanted.T, kept.reshape(-1))
+    return kept, by_source.T
+
+
+def count_and_number(expert, *, num_experts):
     """Slots per expert `[E]`, and each slot's number among its expert's `[T*K]`."""
     order = jnp.argsort(expert, stable=True)
     count = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)
@@ -185,18 +201,25 @@ def _take(table, index):
 
 
 def _rank(call):
-    return lax.axis_index(call.axis.names) if call.axis.names else 0
+    return call.axis.rank_and_group()[0]
 
 
-def _all_gather(values, call):
+def all_gather(values, call):
     """`[R, ...]` in rank order."""
     if not call.axis.names:
         return values[None]
-    return lax.all_gather(values, call.axis.names)
+    groups = call.axis.index_groups
+    return lax.all_gather(values, call.axis.names, axis_index_groups=groups)
 
 
 def _all_to_all(values, call):
     """`[R, ...]` by destination to `[R, ...]` by source."""
     if not call.axis.names:
         return values
-    return lax.all_to_all(values, call.axis.names, split_axis=0, concat_axis=0)
+    return lax.all_to_all(
+        values,
+        call.axis.names,
+        split_axis=0,
+        concat_axis=0,
+        axis_index_groups=call.axis.index_groups,
+    )
