@@ -113,7 +113,7 @@ def layout(call: ffi.Call, ids: jax.Array, num_places: int):
     domains = jnp.arange(num_domains, dtype=jnp.int32)
     valid = (ids >= 0) & (ids < num_experts)
     domain = jnp.where(valid, ids // of_domain, num_domains)  # [T, K]
-    goes = (domain[:, :, None] == domains).any(axis=1)  # [T, D]
+    goes = (domain[:, :, None] == domains[None, None]).any(axis=1)  # [T, D]
     number = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1
     send_slot = jnp.where(goes & (number < num_places), number, -1)
     place = jnp.where(send_slot < 0, num_places, send_slot)  # Out of bounds: dropped.
