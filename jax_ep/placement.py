@@ -161,6 +161,7 @@ def place_topk(
     placement: Placement,
     *,
     axis_name: str | Sequence[str] = "expert",
+    domain_size: int | None = None,
 ) -> jax.Array:
     """Turns the router's expert ids into slots, each replica getting its equal share.
 
@@ -175,6 +176,8 @@ def place_topk(
       topk_idx: `[T, K]` int32 or int64, logical experts.
       placement: the plan, the same on all ranks.
       axis_name: the mesh axes of the exchange.
+      domain_size: G, ranks of an NVLink domain: where an expert has replicas in the
+        rank's own domain only those are dealt to, and rows stay in it. None is one.
 
     Returns:
       `[T, K]` int32 in [-1, P]: negative ids become -1, ids >= E become P, which the
@@ -195,7 +198,16 @@ def place_topk(
         slot = log_to_phys[expert, 0]
     else:
         rank = lax.axis_index(axis.names) if axis.names else 0
-        replicas = jnp.asarray(placement.num_replicas, jnp.int32)[expert]
+        replicas = jnp.asarray(placement.num_replicas, jnp.int32)
+        if domain_size is not None:
+            slots_of_domain = num_slots * domain_size // axis.num_ranks
+            is_here = log_to_phys // slots_of_domain == rank // domain_size
+            is_here &= log_to_phys >= 0
+            first = jnp.argsort(~is_here, axis=1, stable=True)
+            log_to_phys = jnp.take_along_axis(log_to_phys, first, axis=1)
+            num_here = is_here.sum(axis=1, dtype=jnp.int32)
+            replicas = jnp.where(num_here > 0, num_here, replicas)
+        replicas = replicas[expert]
         number = _number_in_expert(jnp.where(valid, ids, num_experts), num_experts)
         slot = log_to_phys[expert, (number + rank) % replicas]
     return jnp.where(valid, slot, jnp.where(ids < 0, -1, num_slots))
@@ -289,7 +301,9 @@ def placed(topk_idx, params, placement: Placement | None, exchange: Exchange):
     if placement is None:
         return topk_idx, params
     names = exchange.axis_name
-    slots = place_topk(topk_idx, placement, axis_name=names)
+    slots = place_topk(
+        topk_idx, placement, axis_name=names, domain_size=exchange.domain_size
+    )
     return slots, place_params(params, placement, axis_name=names, exchange=exchange)
 
 

@@ -429,3 +429,40 @@ def test_flax_layers_take_a_placement():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     got = linen.MoE(LAYER, mesh=mesh).apply(dict(params=values), x, placement=placement)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_replicas_of_the_own_domain_keep_rows_in_it():
+    """Every expert has a replica in each of two domains: no row need leave its own."""
+    experts = np.arange(8, dtype=np.int32)
+    placement = jax_ep.Placement(
+        np.tile(experts, 2),
+        np.stack([experts, experts + 8], 1),
+        np.full(8, 2, np.int32),
+    )
+    ids = np.random.default_rng(0).integers(0, 8, (8 * 32, 2)).astype(np.int32)
+    spec = P("expert")
+
+    def crossings(size):
+        place = jax.jit(
+            jax.shard_map(
+                lambda ids: place_topk(ids, placement, domain_size=size),
+                mesh=CPU_FFI.mesh(expert=8),
+                in_specs=spec,
+                out_specs=spec,
+            )
+        )
+        slots = np.asarray(place(ids))
+        np.testing.assert_array_equal(np.asarray(placement.phys_to_log)[slots], ids)
+        source = np.arange(8).repeat(32)[:, None] // 4
+        away = slots // 8 != source
+        return int(away.any(axis=1).sum()), np.bincount(slots.ravel(), minlength=16)
+
+    without, _ = crossings(None)
+    within, shares = crossings(4)
+    assert within == 0 < without
+    # And each replica still has its share of its domain's rows.
+    for domain in range(2):
+        mine = ids[domain * 128 : domain * 128 + 128].ravel()
+        of_domain = np.asarray(placement.phys_to_log)[domain * 8 : domain * 8 + 8]
+        for slot, expert in enumerate(of_domain):
+            assert shares[domain * 8 + slot] == (mine == expert).sum()
