@@ -37,6 +37,12 @@ class ExpertAxis:
         return tuple(name for name, _ in self.mesh_axes if name not in self.names)
 
     @property
+    def manual_names(self) -> tuple[str, ...]:
+        """Those of `other_names` that no vmap maps over."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(name for name in self.other_names if name in manual)
+
+    @property
     def groups(self) -> np.ndarray:
         """Flattened mesh positions `[G, R]`: a row per group, in rank order."""
         order = [name for name, _ in self.mesh_axes]
@@ -100,15 +106,28 @@ def expert_axis(operation: str, axis_name: str | Sequence[str]) -> ExpertAxis:
         raise ValueError(
             f'jax_ep.{operation}: axis_name (="{shown}") must not repeat an axis.'
         )
-    automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    # Explicit axes that are left are those of a vmap (spmd_axis_name, or the mapped
+    # dimension's own): shard_map makes them manual when it is batched. Where there is
+    # no vmap, the lowering finds them missing.
+    automatic = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Auto
+        or (name in names and name not in mesh.manual_axes)
+    ]
     if automatic:
-        raise ValueError(
-            f"jax_ep.{operation}: the enclosing shard_map must be manual over every "
-            f"mesh axis, but leaves {tuple(automatic)} automatic: drop its axis_names."
-        )
+        raise ValueError(f"jax_ep.{operation}: {partly_manual(automatic)}")
     num_ranks = math.prod(mesh.shape[name] for name in names)
     return ExpertAxis(
         names, num_ranks, tuple((name, mesh.shape[name]) for name in mesh.axis_names)
+    )
+
+
+def partly_manual(names: Sequence[str]) -> str:
+    """What to say where a shard_map is not manual over these axes."""
+    return (
+        f"the enclosing shard_map must be manual over every mesh axis, but leaves "
+        f"{tuple(names)} automatic: drop its axis_names."
     )
 
 
@@ -117,14 +136,42 @@ def axis_label(names: tuple[str, ...]) -> str:
     return ",".join(names)
 
 
+def like(aval, shape, dtype):
+    """A type that varies as `aval` does, of another shape and dtype, unsharded."""
+    changes = dict(shape=tuple(shape), dtype=jax.numpy.dtype(dtype), weak_type=False)
+    if len(shape) != aval.ndim:
+        spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+        changes["sharding"] = jax.sharding.NamedSharding(aval.sharding.mesh, spec)
+    return aval.update(**changes)
+
+
 def in_sequence(primitive, operands, dims, **params):
     """Vmap of a primitive whose operands must vary alike: one call after another."""
     mapped = [dim is not None for dim in dims]
-    moved = [
-        jax.numpy.moveaxis(operand, dim, 0)
+    operands = [
+        jax.numpy.moveaxis(operand, dim, 0) if is_mapped else operand
         for operand, dim, is_mapped in zip(operands, dims, mapped, strict=True)
-        if is_mapped
     ]
+    are_mapped = zip(operands, mapped, strict=True)
+    split = {jax.typeof(o).sharding.spec[0] for o, m in are_mapped if m} - {None}
+    if not split:
+        return _in_sequence(primitive, operands, mapped, params)
+    # An Explicit axis that the enclosing shard_map left to the vmap: manual here, so
+    # that each of its devices calls for its own part.
+    (names,) = split
+    names = (names,) if isinstance(names, str) else tuple(names)
+    along = jax.sharding.PartitionSpec(names)
+    specs = tuple(along if m else jax.sharding.PartitionSpec() for m in mapped)
+    return jax.shard_map(
+        lambda *operands: _in_sequence(primitive, operands, mapped, params),
+        in_specs=specs,
+        out_specs=along,
+        axis_names=set(names),
+    )(*operands)
+
+
+def _in_sequence(primitive, operands, mapped, params):
+    moved = [operand for operand, m in zip(operands, mapped, strict=True) if m]
 
     def one(slices):
         slices = iter(slices)

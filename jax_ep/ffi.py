@@ -9,6 +9,7 @@ program must not see, or every result would vary over every mesh axis).
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import _ffi, reference, registration
-from jax_ep.axis import MAX_RANKS, ExpertAxis, axis_label, in_sequence
+from jax_ep.axis import (
+    MAX_RANKS,
+    ExpertAxis,
+    axis_label,
+    in_sequence,
+    like,
+    partly_manual,
+)
 from jax_ep.exchange import Exchange
 
 LAYOUT = "jax_ep_layout"
@@ -172,15 +180,15 @@ def _layout_types(operands: LayoutOperands, *, call: Call):
     shape = operands.topk_idx.shape
     num_ranks, local = call.axis.num_ranks, call.num_local_experts
     shapes = [shape, shape, (num_ranks, *shape), *[(local,)] * 3, *[(num_ranks,)] * 2]
-    return tuple(_like(operands.topk_idx, s, jnp.int32) for s in [*shapes, (1,)])
+    return tuple(like(operands.topk_idx, s, jnp.int32) for s in [*shapes, (1,)])
 
 
 def _dispatch_types(operands: DispatchOperands, *, call: Call):
     weights = None
     if operands.weights is not None:
-        weights = _like(operands.slot, (call.capacity,), jnp.float32)
+        weights = like(operands.slot, (call.capacity,), jnp.float32)
     leaves = tuple(
-        _like(operands.slot, (call.capacity, leaf.shape[1]), leaf.dtype)
+        like(operands.slot, (call.capacity, leaf.shape[1]), leaf.dtype)
         for leaf in operands.leaves
     )
     return weights, leaves
@@ -190,17 +198,12 @@ def _combine_types(operands: CombineOperands, *, call: Call, wire_f32: bool):
     del call, wire_f32
     slot, values = operands.slot, None
     if operands.row_values is not None:
-        values = _like(slot, slot.shape, jnp.float32)
+        values = like(slot, slot.shape, jnp.float32)
     leaves = tuple(
-        _like(slot, (slot.shape[0], leaf.shape[1]), leaf.dtype)
+        like(slot, (slot.shape[0], leaf.shape[1]), leaf.dtype)
         for leaf in operands.leaves
     )
     return values, leaves
-
-
-def _like(aval, shape, dtype):
-    # All operands vary over the same mesh axes (`vary_alike`), and so do the results.
-    return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False)
 
 
 def _lower_custom_call(
@@ -213,7 +216,13 @@ def _lower_custom_call(
     # and profilers show that name. This one is the target's.
     rank_type = jax.typeof(np.zeros(2, np.int32))
     rank_ctx = ctx.replace(avals_in=[], avals_out=[rank_type])
-    rank = mlir.lower_fun(call.axis.rank_and_group, multiple_results=False)(rank_ctx)
+    try:
+        rank = mlir.lower_fun(call.axis.rank_and_group, multiple_results=False)(
+            rank_ctx
+        )
+    except NameError as error:
+        missing = [n for n, _ in call.axis.mesh_axes if f"name: {n}." in str(error)]
+        raise ValueError(f"jax_ep: {partly_manual(missing)}") from None
     lower = jax.ffi.ffi_lowering(target)
     call_ctx = ctx.replace(avals_in=[rank_type, *ctx.avals_in])
     return lower(call_ctx, *rank, *operands, **attributes)
@@ -226,6 +235,17 @@ def _lower_reference(ctx, *operands, reference_stage, structure, call, **params)
             f"and at most {MAX_RANKS} ranks; lowering for "
             f"{ctx.module_context.platforms} over {jax.process_count()} processes with "
             f"{call.axis.num_ranks} ranks."
+        )
+
+    if call.exchange.timeout_s != Exchange.timeout_s:
+        # Once a process, since the place is always this line.
+        warnings.warn(
+            f"jax_ep: timeout_s (={call.exchange.timeout_s:g}) is not kept where the "
+            "exchange is jax.lax's collectives: how long they wait is XLA's to say, by "
+            "XLA_FLAGS=--xla_cpu_collective_timeout_seconds and "
+            "--xla_cpu_collective_call_terminate_timeout_seconds on CPUs, and "
+            "--xla_gpu_nccl_termination_timeout_seconds on GPUs.",
+            stacklevel=1,
         )
 
     def stage(*operands):

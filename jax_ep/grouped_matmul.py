@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_ep.axis import in_sequence, vary_alike
+from jax_ep.axis import in_sequence, like, vary_alike
 from jax_ep.row_blocks import rows_by_groups, sums_by_groups
 
 Product = Literal["forward", "dgrad", "wgrad"]
@@ -285,7 +285,7 @@ def _result_type(lhs, rhs, group_sizes, *, kernel, which):
         shape = (*group_sizes.shape, lhs.shape[1], rhs.shape[1])
     else:
         shape = (lhs.shape[0], rhs.shape[2 if which == "forward" else 1])
-    return lhs.update(shape=shape, weak_type=False)
+    return like(lhs, shape, lhs.dtype)
 
 
 def _lower(ctx, *operands, kernel, which):

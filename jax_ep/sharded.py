@@ -30,6 +30,7 @@ from jax_ep.stored import check_divides, checked_specs, storable
 from jax_ep.tokens import Split, check_arrays, split_of
 
 EXPERT_AXIS = "expert"
+_SPMD_ERROR = "spmd_axis_name cannot appear in shard_map in_specs"
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 _OTHER_EXPERT_AXES = ("ep", "exp")  # Where the default name would mean one of these.
 
@@ -120,8 +121,16 @@ def sharded_moe(
                 f"of the mesh, which has {tuple(mesh.axis_names)}."
             )
     expert_names = _expert_axes_of(mesh, expert_names)
+    mapped = () if context.manual_axes else _mapped_axes(mesh)
+    for name in mapped:
+        if name in (*data_names, *expert_names):
+            raise ValueError(
+                f'jax_ep.{op}: data_axes and axis_name must not have "{name}", which a '
+                "vmap around this call maps over."
+            )
     if data_axes is None:
-        data_names = tuple(n for n in mesh.axis_names if n not in expert_names)
+        taken = (*expert_names, *mapped)
+        data_names = tuple(n for n in mesh.axis_names if n not in taken)
     check_params(op, params, config)
     if specs is None:
         specs = param_specs(config, expert=expert_names)
@@ -132,7 +141,6 @@ def sharded_moe(
     if context.manual_axes:
         static = (config, expert_names, data_names, sequence_axes)
         return _local(*static, keep_topk_idx, matmul, specs)(*args)
-    split = _split(mesh, x, expert_names + data_names, sequence_axes)
     for name, info in param_info(config).items():
         shape = getattr(params, name).shape
         if shape != info.shape:
@@ -142,9 +150,41 @@ def sharded_moe(
             )
     specs = storable(specs, config, mesh, expert_names)
     check_divides(op, specs, config, dict(mesh.shape))
-    static = (config, expert_names, data_names, split.sequence_names)
-    static += (keep_topk_idx, matmul)
-    return _sharded(static, mesh, split, specs)(*args)
+
+    def over(data_names, check_vma=True):
+        split = _split(mesh, x, expert_names + data_names, sequence_axes)
+        static = (config, expert_names, data_names, split.sequence_names)
+        static += (keep_topk_idx, matmul)
+        return _sharded(static, mesh, split, specs, check_vma)(*args)
+
+    if data_axes is not None:
+        return over(data_names)
+    # An Auto axis that a vmap maps over (spmd_axis_name) is known by this error alone.
+    # A custom_vjp then gives what is not mapped a cotangent that varies over it, which
+    # check_vma refuses; without, shard_map adds up over all axes by itself.
+    for taken in ((), *((name,) for name in data_names)):
+        try:
+            rest = tuple(name for name in data_names if name not in taken)
+            return over(rest, check_vma=not taken)
+        except ValueError as error:
+            if _SPMD_ERROR not in str(error):
+                raise
+            last = error
+    raise last
+
+
+def _mapped_axes(mesh) -> tuple[str, ...]:
+    """The Explicit axes that a vmap around the call maps over: no shard_map's here."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return ()
+    manual = []
+
+    def look():
+        manual.extend(jax.sharding.get_abstract_mesh().manual_axes)
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=P()))
+    return tuple(name for name in mesh.axis_names if name not in manual)
 
 
 def _split(mesh, x, names, sequence_axes) -> Split:
@@ -194,7 +234,7 @@ def _local(
 
 
 @functools.lru_cache(maxsize=256)
-def _sharded(static, mesh, split, specs):
+def _sharded(static, mesh, split, specs, check_vma):
     """The jitted shard_map, made once, so that a call outside of jit compiles once."""
     _, expert_names, data_names, _, keep_topk_idx, _ = static
     # Other axes than these are gathered by JAX at the border of the shard_map.
@@ -232,7 +272,11 @@ def _sharded(static, mesh, split, specs):
         )
         args = _reshard(args, used, mesh)
         out, stats = jax.shard_map(
-            local, mesh=mesh, in_specs=used, out_specs=(tokens, specs_of_stats)
+            local,
+            mesh=mesh,
+            in_specs=used,
+            out_specs=(tokens, specs_of_stats),
+            check_vma=check_vma,
         )(*args)
         if is_padded:
             real = tuple(slice(size) for size in shape[:-1])

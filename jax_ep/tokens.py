@@ -80,7 +80,7 @@ def axes_of_tokens(
       ValueError: a repeated axis; a sequence axis that tokens are not split over; a
         loss per sequence of sequences that may be parts.
     """
-    data_names = axis.other_names if data_axes is None else names_of(data_axes)
+    data_names = axis.manual_names if data_axes is None else names_of(data_axes)
     axes = axis.names + data_names
     if len(set(axes)) < len(axes):
         raise ValueError(
