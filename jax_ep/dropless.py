@@ -115,9 +115,13 @@ def in_rounds(
     if axes:
         expert_axis(op, axes)
     ids = int32_ids(topk_idx, handle.num_experts)
-    params, x, ids, topk_weights, handle, bias = vary_alike(
-        handle.axis_name + axes, (params, x, ids, topk_weights, handle, bias)
+    x, ids, topk_weights, handle, bias = vary_alike(
+        handle.axis_name, (x, ids, topk_weights, handle, bias)
     )
+    # Gradients of params are then added up after the loop, whose rounds may differ in
+    # number. The reverse, x as params vary, would take from a layer that adds up over
+    # further axes (tensor parallelism) that its output is the same on them.
+    params = vary_alike(tuple(jax.typeof(ids).mat.varying), params)
     static = (layer, max_rounds, axes)
     operands = (params, x, topk_weights)
     out, rounds = tuple(_in_rounds(static, operands, bias, ids, handle))
@@ -212,7 +216,9 @@ def _while_dropped(one_round, carry, ids, handle, max_rounds, axes):
     def dropped(handle, ids):
         is_dropped = (handle.slot < 0) & (handle.slot_rank >= 0)
         total = jnp.sum(handle.num_dropped)
-        return jnp.where(is_dropped, ids, -1), lax.pmax(total, axes) if axes else total
+        if axes:
+            total = lax.pmax(vary_alike(axes, total), axes)
+        return jnp.where(is_dropped, ids, -1), total
 
     def more(state):
         num_rounds, (_, total), _, _ = state

@@ -480,3 +480,53 @@ def test_no_tokens_and_a_fallback():
     out, stats = layer(np.zeros((0, 3, 4), np.float32))
     assert out.shape == (0, 3, 4)
     assert stats.num_rounds.tolist() == [1] and not stats.num_dropped.any()
+
+
+@pytest.mark.parametrize("other_axes", [(), ("tensor",)])
+def test_a_layer_that_adds_up_over_another_axis(other_axes):
+    """Its output is the same on that axis, after rounds as after one."""
+    case = Case(ranks=2)
+    arrays = case.arrays()
+    mesh = CPU_FFI.mesh(expert=2, tensor=2)
+
+    def halves(params, x, weights, handle, bias):
+        recv_x, recv_weights = jax_ep.dispatch(x, handle, weights)
+        kernel = params["kernel"]  # Half of the columns.
+        y = jax.lax.ragged_dot(recv_x, kernel, handle.group_sizes)
+        first = params["first"][0] * kernel.shape[2]
+        y = jax.lax.dynamic_update_slice_in_dim(
+            jax.lax.pcast(jnp.zeros_like(recv_x), "tensor", to="varying"), y, first, 1
+        )
+        y = jax.lax.psum(y, "tensor") * recv_weights[:, None]
+        return jax_ep.combine(y, handle, bias=bias)
+
+    def run(capacity):
+        def local(kernel, first, x, weights, ids):
+            handle = jax_ep.dispatch_layout(
+                ids, num_experts=case.experts, capacity=capacity
+            )
+            params = dict(kernel=kernel, first=first)
+            if capacity is None:
+                return halves(params, x, weights, handle, None)
+            return in_rounds(
+                halves, params, x, ids, weights, handle, other_axes=other_axes
+            )[0]
+
+        layer = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P("expert", None, "tensor"), P("tensor"), *[P("expert")] * 3),
+            out_specs=P("expert"),
+        )
+        kernel = np.concatenate([arrays["params"]["kernel"]] * 2, axis=2)[:, :, :4]
+        x = np.concatenate([arrays["x"]] * 2, axis=1)[:, :4]
+        kernel = np.concatenate([kernel] * 2, axis=1)[:, :4]
+
+        def loss(kernel, x, weights):
+            first = np.arange(2, dtype=np.int32)
+            return jnp.sin(3 * layer(kernel, first, x, weights, arrays["ids"])).sum()
+
+        gradient = jax.value_and_grad(loss, argnums=(0, 1, 2))
+        return jax.jit(gradient)(kernel, x, arrays["weights"])
+
+    assert_close(run(4), run(None))
