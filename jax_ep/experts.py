@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.axis import vary_alike
-from jax_ep.config import ACTIVATIONS, Activation
+from jax_ep.config import ACTIVATIONS, Activation, MoEConfig
 from jax_ep.grouped_matmul import grouped_matmul
 from jax_ep.layout import Handle, row_is_kept
 from jax_ep.params import MoEParams
@@ -105,10 +105,25 @@ def experts(
     return dot(hidden.astype(dtype), params.down_proj, params.down_bias)
 
 
-def scale_rows(recv_x: jax.Array, recv_weights: jax.Array) -> jax.Array:
-    """`[C, H]`: each row times its weight in float32, in its dtype (Llama 4)."""
-    scaled = recv_x.astype(jnp.float32) * recv_weights[:, None]
-    return scaled.astype(recv_x.dtype)
+def weights_of_rows(config: MoEConfig, recv_x: jax.Array, recv_weights: jax.Array):
+    """Where a layer's router weights multiply its rows.
+
+    Args:
+      config: the layer.
+      recv_x: `[C, H]` from `dispatch`.
+      recv_weights: `[C]` float32 from `dispatch`.
+
+    Returns:
+      `recv_x`, times them in float32 where the config scales the input (Llama 4); the
+      `recv_weights` of `experts`; the `weights` of `combine`, where there is an output
+      bias, which the hidden activation's weight would miss.
+    """
+    if config.weights_scale_input:
+        scaled = recv_x.astype(jnp.float32) * recv_weights[:, None]
+        return scaled.astype(recv_x.dtype), None, None
+    if config.mlp_bias:
+        return recv_x, None, recv_weights
+    return recv_x, recv_weights, None
 
 
 @jax.named_scope("jax_ep.shared_experts")

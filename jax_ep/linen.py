@@ -45,6 +45,8 @@ class MoE(nn.Module):
         without an axis "expert", or no mesh, has all experts on each device; see
         `sharded_moe`.
       data_axes: mesh axes that tokens are split over besides; None is all others.
+      tensor_axis: mesh axis, or tuple of axes, that F of the routed experts (and the
+        width of shared ones, stored) is split over; see `sharded_moe`.
       sequence_axes: those of all these that S of x `[B, ..., S, H]` is split over; see
         `sharded_moe`.
       fsdp_axis: one of them that weights are split over along H besides.
@@ -74,6 +76,7 @@ class MoE(nn.Module):
     config: MoEConfig
     axis_name: str | Sequence[str] = "expert"
     data_axes: str | Sequence[str] | None = None
+    tensor_axis: str | Sequence[str] = ()
     sequence_axes: str | Sequence[str] | None = None
     fsdp_axis: str | None = None
     mesh: jax.sharding.Mesh | None = None
@@ -105,7 +108,12 @@ class MoE(nn.Module):
         Returns:
           `[B, ..., H]`, in `dtype`; with `return_stats` a pair of that and `MoEStats`.
         """
-        specs = param_specs(self.config, expert=self.axis_name, hidden=self.fsdp_axis)
+        specs = param_specs(
+            self.config,
+            expert=self.axis_name,
+            hidden=self.fsdp_axis,
+            intermediate=self.tensor_axis or None,
+        )
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
         names = storable(specs, self.config, mesh, names_of(self.axis_name))
         if self.logical_axes is not None:
@@ -123,6 +131,7 @@ class MoE(nn.Module):
             mesh=self.mesh,
             axis_name=self.axis_name,
             data_axes=self.data_axes,
+            tensor_axis=self.tensor_axis,
             sequence_axes=self.sequence_axes,
             specs=specs,
             token_mask=token_mask,

@@ -14,7 +14,7 @@ from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
 from jax_ep.dropless import in_rounds
-from jax_ep.experts import Matmul, experts, scale_rows, shared_experts
+from jax_ep.experts import Matmul, experts, shared_experts, weights_of_rows
 from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
 from jax_ep.params import MoEParams, check_params
@@ -31,6 +31,7 @@ def moe(
     *,
     axis_name: str | Sequence[str] = "expert",
     data_axes: str | Sequence[str] | None = None,
+    tensor_axis: str | Sequence[str] = (),
     sequence_axes: str | Sequence[str] | None = None,
     specs: MoEParams | None = None,
     token_mask: jax.Array | None = None,
@@ -62,9 +63,10 @@ def moe(
     axis = expert_axis("moe", axis_name)
     check_params("moe", params, config)
     check_arrays("moe", x, config, token_mask, placement)
-    axes, sequence_axes = axes_of_tokens(config, axis, data_axes, sequence_axes)
+    given = (data_axes, sequence_axes, tensor_axis)
+    axes, sequence_axes, tensor = axes_of_tokens(config, axis, *given)
     placement = placement or equal_shares(config.num_experts, axis.num_ranks)
-    params = local_weights(params, specs, config, axis, axes, placement)
+    params = local_weights(params, specs, config, axis, axes, placement, tensor)
     tokens, mask = flat_tokens(x, token_mask)
     if key is not None and axes:
         key = jax.random.fold_in(key, lax.axis_index(axes))
@@ -85,7 +87,8 @@ def moe(
     topk_idx, routed = placed(routing.topk_idx, params.routed, placement, exchange)
     handle = dispatch_layout(topk_idx, exchange=exchange)
     shared = shared_experts(tokens, params, activation=config.activation)
-    layer = functools.partial(_routed_experts, config=config, matmul=matmul)
+    static = dict(config=config, matmul=matmul, tensor=tensor)
+    layer = functools.partial(_routed_experts, **static)
     weights, rounds = routing.topk_weights, None
     if config.dropless_fallback and config.capacity_factor is not None:
         args, most = (routed, tokens, topk_idx, weights, handle), config.max_rounds
@@ -107,14 +110,10 @@ def moe(
     return out.reshape(x.shape), stats
 
 
-def _routed_experts(params, tokens, topk_weights, handle, bias, *, config, matmul):
+def _routed_experts(params, x, weights, handle, bias, *, config, matmul, tensor):
     """Dispatch, experts, combine: what `in_rounds` may repeat."""
-    recv_x, recv_weights = dispatch(tokens, handle, topk_weights)
-    early, late = recv_weights, None  # On the hidden activation, where that is linear.
-    if config.weights_scale_input:
-        recv_x, early = scale_rows(recv_x, recv_weights), None
-    elif config.mlp_bias:
-        early, late = None, recv_weights
+    recv_x, recv_weights = dispatch(tensor.mine(x), handle, weights)
+    rows, early, late = weights_of_rows(config, tensor.gathered(recv_x), recv_weights)
     given = dict(activation=config.activation, recv_weights=early, matmul=matmul)
-    y = experts(recv_x, handle, params, **given)
-    return combine(y, handle, weights=late, bias=bias)
+    y = tensor.summed(experts(rows, handle, params, **given))
+    return tensor.whole(combine(y, handle, weights=late, bias=tensor.mine(bias)))

@@ -68,6 +68,8 @@ class MoE(nnx.Module):
         without an axis "expert", or no mesh, has all experts on each device; see
         `sharded_moe`.
       data_axes: mesh axes that tokens are split over besides; None is all others.
+      tensor_axis: mesh axis, or tuple of axes, that F of the routed experts (and the
+        width of shared ones, stored) is split over; see `sharded_moe`.
       sequence_axes: those of all these that S of x `[B, ..., S, H]` is split over; see
         `sharded_moe`.
       fsdp_axis: one of them that weights are split over along H besides.
@@ -104,6 +106,7 @@ class MoE(nnx.Module):
         *,
         axis_name: str | Sequence[str] = "expert",
         data_axes: str | Sequence[str] | None = None,
+        tensor_axis: str | Sequence[str] = (),
         sequence_axes: str | Sequence[str] | None = None,
         fsdp_axis: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
@@ -119,6 +122,7 @@ class MoE(nnx.Module):
         self.config = config
         self.axis_name = names_of(axis_name)
         self.data_axes = None if data_axes is None else names_of(data_axes)
+        self.tensor_axis = names_of(tensor_axis)
         self.sequence_axes = None if sequence_axes is None else names_of(sequence_axes)
         self.fsdp_axis = fsdp_axis
         self.mesh = mesh
@@ -127,7 +131,7 @@ class MoE(nnx.Module):
         self.keep_topk_idx = keep_topk_idx
         self.deterministic = deterministic
         self.param_names = tuple(param_info(config))
-        axes = dict(expert=self.axis_name, hidden=fsdp_axis)
+        axes = self._axes()
         specs = param_specs(config, **(axes if logical_axes is None else logical_axes))
         known_mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         if logical_axes is None:
@@ -203,10 +207,9 @@ class MoE(nnx.Module):
             mesh=self.mesh,
             axis_name=self.axis_name,
             data_axes=self.data_axes,
+            tensor_axis=self.tensor_axis,
             sequence_axes=self.sequence_axes,
-            specs=param_specs(
-                self.config, expert=self.axis_name, hidden=self.fsdp_axis
-            ),
+            specs=param_specs(self.config, **self._axes()),
             token_mask=token_mask,
             key=key,
             placement=placement,
@@ -219,6 +222,13 @@ class MoE(nnx.Module):
         if self.updates_bias and not deterministic:
             self._update_selection_bias(stats.expert_load)
         return (out, stats) if return_stats else out
+
+    def _axes(self) -> dict[str, Any]:
+        return dict(
+            expert=self.axis_name,
+            hidden=self.fsdp_axis,
+            intermediate=self.tensor_axis or None,
+        )
 
     def _update_selection_bias(self, expert_load: jax.Array) -> None:
         loads = self.selection_load

@@ -27,6 +27,7 @@ from jax_ep.params import (
 )
 from jax_ep.placement import Placement
 from jax_ep.stored import check_divides, checked_specs, storable
+from jax_ep.tensor import tensor_axis_of
 from jax_ep.tokens import Split, check_arrays, split_of
 
 EXPERT_AXIS = "expert"
@@ -43,6 +44,7 @@ def sharded_moe(
     mesh: Any = None,
     axis_name: str | Sequence[str] = EXPERT_AXIS,
     data_axes: str | Sequence[str] | None = None,
+    tensor_axis: str | Sequence[str] = (),
     sequence_axes: str | Sequence[str] | None = None,
     specs: MoEParams | None = None,
     token_mask: jax.Array | None = None,
@@ -72,11 +74,16 @@ def sharded_moe(
         says that this is meant, and one device has them by any name. Another name that
         the mesh lacks is an error.
       data_axes: mesh axes that tokens are split over besides. None is all others.
+      tensor_axis: mesh axis, or tuple of axes, that F of the routed experts is split
+        over; tokens are the same on it, and cross the link once (see `tensor.py`).
+        Shared experts are computed whole there. Fused gate and up are gathered and cut,
+        so `fuse_gate_up=False` costs less.
       sequence_axes: those of all these that S is split over, and the batch not: a
         sequence-parallel x then stays where it is. None is as x's type says (Explicit
         axes), else none, unless B is too small for the shares.
       specs: `MoEParams` of `PartitionSpec`, how the weights are split, over any mesh
-        axes; None is `param_specs(config, expert=axis_name)`.
+        axes; None is `param_specs(config, expert=axis_name,
+        intermediate=tensor_axis)`.
       token_mask: bool, `x.shape[:-1]`, global; False for padding tokens, which go
         nowhere, count nowhere, get zero, and may be NaN.
       key: for jitter noise and random routing; each rank folds its index in.
@@ -128,18 +135,21 @@ def sharded_moe(
                 f'jax_ep.{op}: data_axes and axis_name must not have "{name}", which a '
                 "vmap around this call maps over."
             )
+    tensor_names = tensor_axis_of(
+        op, tensor_axis, dict(mesh.shape), config, expert_names
+    ).names
     if data_axes is None:
-        taken = (*expert_names, *mapped)
+        taken = (*expert_names, *mapped, *tensor_names)
         data_names = tuple(n for n in mesh.axis_names if n not in taken)
     check_params(op, params, config)
     if specs is None:
-        specs = param_specs(config, expert=expert_names)
+        specs = param_specs(config, expert=expert_names, intermediate=tensor_names)
     specs = checked_specs(op, specs, config)
     _check_names(mesh, specs)
     check_arrays(op, x, config, token_mask, placement)
     args = (x, params, token_mask, key, placement)
     if context.manual_axes:
-        static = (config, expert_names, data_names, sequence_axes)
+        static = (config, expert_names, data_names, tensor_names, sequence_axes)
         return _local(*static, keep_topk_idx, matmul, specs)(*args)
     for name, info in param_info(config).items():
         shape = getattr(params, name).shape
@@ -153,8 +163,8 @@ def sharded_moe(
 
     def over(data_names, check_vma=True):
         split = _split(mesh, x, expert_names + data_names, sequence_axes)
-        static = (config, expert_names, data_names, split.sequence_names)
-        static += (keep_topk_idx, matmul)
+        static = (config, expert_names, data_names, tensor_names)
+        static += (split.sequence_names, keep_topk_idx, matmul)
         return _sharded(static, mesh, split, specs, check_vma)(*args)
 
     if data_axes is not None:
@@ -210,7 +220,14 @@ def _split(mesh, x, names, sequence_axes) -> Split:
 
 
 def _local(
-    config, expert_names, data_names, sequence_axes, keep_topk_idx, matmul, specs
+    config,
+    expert_names,
+    data_names,
+    tensor_names,
+    sequence_axes,
+    keep_topk_idx,
+    matmul,
+    specs,
 ):
     """`moe` with these static arguments, a function of arrays."""
 
@@ -221,6 +238,7 @@ def _local(
             config,
             axis_name=expert_names,
             data_axes=data_names,
+            tensor_axis=tensor_names,
             sequence_axes=sequence_axes,
             specs=specs,
             token_mask=token_mask,
@@ -236,9 +254,9 @@ def _local(
 @functools.lru_cache(maxsize=256)
 def _sharded(static, mesh, split, specs, check_vma):
     """The jitted shard_map, made once, so that a call outside of jit compiles once."""
-    _, expert_names, data_names, _, keep_topk_idx, _ = static
+    _, expert_names, data_names, tensor_names, _, keep_topk_idx, _ = static
     # Other axes than these are gathered by JAX at the border of the shard_map.
-    known = expert_names + data_names
+    known = expert_names + data_names + tensor_names
     specs = jax.tree.map(lambda spec: keep_axes(spec, known), specs)
     local = _local(*static, specs)
     if mesh.empty:

@@ -3,15 +3,15 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.axis import ExpertAxis, axis_label, vary_alike
 from jax_ep.config import MoEConfig
-from jax_ep.params import MoEParams, names_of, param_info
+from jax_ep.params import MoEParams, names_of, param_info, param_specs
 from jax_ep.placement import Placement
+from jax_ep.tensor import TensorAxis, gathered
 
 
 def checked_specs(operation: str, specs: MoEParams, config: MoEConfig) -> MoEParams:
@@ -55,6 +55,7 @@ def local_weights(
     axis: ExpertAxis,
     token_axes: tuple[str, ...],
     placement: Placement | None,
+    tensor: TensorAxis = TensorAxis(),  # noqa: B008, frozen.
 ) -> MoEParams:
     """What a rank computes with: its L experts, and all other weights whole.
 
@@ -64,16 +65,17 @@ def local_weights(
 
     Args:
       params: of any split that `specs` describe.
-      specs: their `PartitionSpec`s; None is `param_specs(config, expert=axis.names)`.
-        Names that the mesh lacks split nothing.
+      specs: their `PartitionSpec`s; None is experts split over `axis` and F over
+        `tensor`. Names that the mesh lacks split nothing.
       config: the layer.
       axis: the expert axis.
       token_axes: the mesh axes that tokens are split over, the expert axis among them.
       placement: whether there is one: `place_params` takes all E experts too.
+      tensor: the axes that F is split over.
 
     Returns:
-      `MoEParams` of `[L, ...]` routed weights; `[E, ...]` where a placement follows and
-      all have that form.
+      `MoEParams` of `[L, ...]` routed weights, with this rank's share of F; `[E, ...]`
+      where a placement follows and all have that form.
 
     Raises:
       ValueError: a shape that is not the config's, naming the parameter.
@@ -87,7 +89,9 @@ def local_weights(
     info = param_info(config)
     if specs is not None:
         specs = checked_specs("moe", specs, config)
-    whole = {}
+    elif tensor.names:
+        specs = param_specs(config, expert=axis.names, intermediate=tensor.names)
+    whole, split = {}, set()
     for name, one in info.items():
         weight = getattr(params, name)
         spec = getattr(specs, name) if specs is not None else ()
@@ -95,7 +99,10 @@ def local_weights(
             names = tuple(n for n in names_of(entry) if n in mesh_axes)
             if one.dims[dim] == "expert" and names[: len(axis.names)] == axis.names:
                 names = names[len(axis.names) :]
-            weight = _gathered(weight, dim, names, token_axes)
+            if tensor.keeps(name, one.dims[dim], names):
+                names = names[len(tensor.names) :]
+                split.add(name)
+            weight = gathered(weight, dim, names, token_axes)
         whole[name] = weight
     num_experts = config.num_experts
     num_local = num_experts // axis.num_ranks
@@ -114,6 +121,11 @@ def local_weights(
         wanted = one.shape
         if name in routed and shape[:1] != (num_experts,):
             wanted = (num_local, *one.shape[1:])
+        if name in split:
+            wanted = tuple(
+                size // tensor.size if dim == "intermediate" else size
+                for size, dim in zip(wanted, one.dims, strict=True)
+            )
         if shape != wanted:
             raise ValueError(
                 f"jax_ep.moe: params.{name} must be the rank's {wanted} of the whole "
@@ -125,7 +137,8 @@ def local_weights(
                     f"(={tuple(getattr(specs, name))}) says."
                 )
             )
-    return dataclasses.replace(params, **whole)
+    params = dataclasses.replace(params, **whole)
+    return tensor.parts(params, config.moe_intermediate_size)
 
 
 def storable(
@@ -173,17 +186,3 @@ def check_divides(
                     f"params.{name} must be divisible by the {shares} shares over "
                     f'"{axis_label(names)}".'
                 )
-
-
-def _gathered(weight, dim, names, token_axes):
-    """`weight` whole along a dimension that is split over these axes, in that order."""
-    # The minor axis first: its pieces are neighbours.
-    for name in reversed(names):
-        # Over axes that hold the same tokens the result must not vary, or nothing that
-        # it is part of could leave the shard_map as replicated. (Without check_vma
-        # nothing is known to vary, and each copy's cotangent is its part of the whole:
-        # the reduce-scatter behind a plain gather adds them.)
-        is_known = name in jax.typeof(weight).mat.varying
-        to = "invarying" if is_known and name not in token_axes else "varying"
-        weight = lax.all_gather(weight, name, axis=dim, tiled=True, to=to)
-    return weight

@@ -13,6 +13,7 @@ from jax_ep.config import MoEConfig
 from jax_ep.params import names_of
 from jax_ep.payload import is_float
 from jax_ep.placement import Placement
+from jax_ep.tensor import TensorAxis, tensor_axis_of
 
 
 def check_arrays(
@@ -66,26 +67,38 @@ def axes_of_tokens(
     axis: ExpertAxis,
     data_axes: str | Sequence[str] | None,
     sequence_axes: str | Sequence[str] | None,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes that tokens are split over, and those that a sequence is.
+    tensor_axis: str | Sequence[str] = (),
+) -> tuple[tuple[str, ...], tuple[str, ...], TensorAxis]:
+    """The axes that tokens are split over, those that a sequence is, and F's.
 
     Args:
       config: the layer.
       axis: the expert axis, whose names come first.
-      data_axes: further axes; None is all others.
+      data_axes: further axes; None is all others but the tensor axes.
       sequence_axes: those of all these that one sequence is split over; None is none,
         where no loss needs to know.
+      tensor_axis: axes that F is split over, and tokens are the same on.
 
     Raises:
       ValueError: a repeated axis; a sequence axis that tokens are not split over; a
         loss per sequence of sequences that may be parts.
     """
-    data_names = axis.manual_names if data_axes is None else names_of(data_axes)
+    sizes = dict(axis.mesh_axes)
+    tensor = tensor_axis_of("moe", tensor_axis, sizes, config, axis.names)
+    tensor_names = tensor.names
+    data_names = names_of(data_axes)
+    if data_axes is None:
+        data_names = tuple(n for n in axis.manual_names if n not in tensor_names)
     axes = axis.names + data_names
     if len(set(axes)) < len(axes):
         raise ValueError(
             f'jax_ep.moe: data_axes (="{axis_label(data_names)}") must not repeat an '
             f'axis, nor have one of the expert axis "{axis_label(axis.names)}".'
+        )
+    if set(axes) & set(tensor_names):
+        raise ValueError(
+            f'jax_ep.moe: data_axes (="{axis_label(data_names)}") must not have one of '
+            f'tensor_axis "{axis_label(tensor_names)}": its ranks have the same tokens.'
         )
     sequence_names = names_of(sequence_axes)
     if not set(sequence_names) <= set(axes):
@@ -93,7 +106,6 @@ def axes_of_tokens(
             f'jax_ep.moe: sequence_axes (="{axis_label(sequence_names)}") must be of '
             f'the axes that tokens are split over, "{axis_label(axes)}".'
         )
-    sizes = dict(axis.mesh_axes)
     is_split = math.prod(sizes[name] for name in axes) > 1
     if config.load_balance_scope == "sequence" and sequence_axes is None and is_split:
         raise ValueError(
@@ -101,7 +113,7 @@ def axes_of_tokens(
             "over, () for none, since the loss is per sequence (load_balance_scope): a "
             "part would count as a whole one."
         )
-    return axes, sequence_names
+    return axes, sequence_names, tensor
 
 
 def flat_tokens(x: jax.Array, token_mask: jax.Array | None):

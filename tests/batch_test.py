@@ -235,6 +235,25 @@ def test_flax_layers_of_seven_experts_and_one_token():
         np.testing.assert_allclose(out[0], wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_flax_layers_over_a_tensor_axis():
+    config = dataclasses.replace(CONFIG, fuse_gate_up=False)
+    names = ("expert", "tensor")
+    x = tokens(4, 2)
+    mesh = jax.make_mesh((2, 2), names, axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        layer = jax_ep.nnx.MoE(config, tensor_axis="tensor", rngs=nnx.Rngs(0))
+        down = layer.down_proj[...]
+        assert down.sharding.spec == P("expert", "tensor", None)
+        params = {name: getattr(layer, name)[...] for name in layer.param_names}
+        linen = jax_ep.linen.MoE(config, tensor_axis="tensor")
+        outs = [layer(x), linen.apply({"params": params}, x)]
+    params = jax_ep.MoEParams(**jax.tree.map(np.asarray, params))
+    wanted = dense.moe(np, x.reshape(8, 16), params, config)[0]
+    for out in outs:
+        got = np.asarray(out).reshape(8, 16)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_no_expert_parallelism_is_said_once():
     x, params = tokens(2, 2), params_of()
     mesh = CPU_FFI.mesh(data=2, model=2)
