@@ -26,13 +26,19 @@ def check_arrays(
     """Refuses what would otherwise go wrong further down, or go unnoticed.
 
     Raises:
-      ValueError: x without tokens, a mask of another shape than theirs, a placement of
-        another number of experts, or no sequences where the loss is per sequence.
-        TypeError: x is no array, or its dtype.
+      ValueError: x without tokens or of a symbolic size, a mask of another shape than
+        theirs, a placement of another number of experts, or no sequences where the loss
+        is per sequence. TypeError: x is no array, or its dtype.
     """
     if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
         raise TypeError(
             f"jax_ep.{operation}: x must be an array, and is {type(x).__name__}."
+        )
+    if not all(isinstance(size, int) for size in x.shape):
+        raise ValueError(
+            f"jax_ep.{operation}: x must have sizes that are numbers, and has "
+            f"{x.shape}: receive buffers are of a static size, so export a program for "
+            "each batch, or one for the largest and mask the rest (token_mask)."
         )
     if not is_float(x):
         raise TypeError(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,6 +33,15 @@ def layer(x, ranks=4, config=CONFIG, **options):
             lambda: layer(X.astype(np.int32)),
             TypeError,
             "jax_ep.sharded_moe: x must be float32, bfloat16 or float16, and is int32.",
+        ),
+        (
+            lambda: jax.export.export(jax.jit(layer))(
+                jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16"), np.float32)
+            ),
+            ValueError,
+            "jax_ep.sharded_moe: x must have sizes that are numbers, and has (b, 16): "
+            "receive buffers are of a static size, so export a program for each batch, "
+            "or one for the largest and mask the rest (token_mask).",
         ),
         (
             # The transpose of what is meant, with as many entries.
