@@ -13,6 +13,7 @@ except ImportError as error:
     ) from None
 
 from jax_ep import record, sizing, stamps
+from jax_ep.block_scaled import BlockScaled, Quantized, dequantize, quantize
 from jax_ep.capacity import receive_capacity
 from jax_ep.check import check
 from jax_ep.checkpoint import load_safetensors
@@ -51,6 +52,7 @@ from jax_ep.sharded import sharded_moe
 _register_serialization()
 
 __all__ = [
+    "BlockScaled",
     "CUSTOM_CALLS",
     "Exchange",
     "Handle",
@@ -58,10 +60,12 @@ __all__ = [
     "MoEParams",
     "MoEStats",
     "Placement",
+    "Quantized",
     "Rounds",
     "Routing",
     "check",
     "combine",
+    "dequantize",
     "dispatch",
     "dispatch_layout",
     "experts",
@@ -79,6 +83,7 @@ __all__ = [
     "place_params",
     "place_topk",
     "plan_placement",
+    "quantize",
     "rank_loads",
     "receive_capacity",
     "record",
