@@ -8,6 +8,7 @@ agree.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,10 +128,11 @@ class Quantized:
     (`jax.custom_vjp`) whose cotangent goes to `carrier`.
 
     Attributes:
-      values: `[..., W]` in `wire.dtype`.
+      values: `[..., W]` in `wire.dtype`; of dispatch's `[T, a, b]` arrays, a row of
+        a * b elements each, `[C, a, b]`.
       scales: `[..., ceil(W / block)]` in `wire.scale`, one for each block of a row.
-      carrier: `[..., W]` zeros in `dtype` that nothing reads and XLA drops: the way
-        of the derivative past the FP8 values.
+      carrier: zeros of `values`' shape in `dtype`, which nothing reads and XLA drops:
+        the way of the derivative past the FP8 values.
       wire: the format.
       dtype: name of the dtype of the rows that were quantised.
     """
@@ -215,10 +217,14 @@ def dequantize(rows: Quantized) -> jax.Array:
             f"{type(rows).__name__}."
         )
     values, scales = lax.stop_gradient((rows.values, rows.scales))
+    shape, lead = values.shape, scales.shape[:-1]
+    flat = (*lead, math.prod(shape[len(lead) :]))
     values = lax.bitcast_convert_type(values, jnp.uint8)
     bits = jnp.uint8 if scales.dtype.itemsize == 1 else jnp.uint32
     scales = lax.bitcast_convert_type(scales, bits)
-    return _product(rows.wire, rows.dtype, values, scales, rows.carrier)
+    carrier = rows.carrier.reshape(flat)
+    product = _product(rows.wire, rows.dtype, values.reshape(flat), scales, carrier)
+    return product.reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames="wire")
@@ -252,7 +258,7 @@ def to_bits(x: jax.Array, wire: BlockScaled) -> tuple[jax.Array, jax.Array]:
         scale = jnp.where(finite, exponent, np.uint32(0xFF)).astype(jnp.uint8)
     code = _round(_as_float(bits) * _as_float(reciprocal)[..., None], form)
     code = jnp.where(finite[..., None], code, np.uint8(_NAN_CODE))
-    code = code.reshape(*rows, -1)[..., :width]
+    code = code.reshape(*rows, blocks * wire.block)[..., :width]
     sign = jnp.where(code == np.uint8(_NAN_CODE), np.uint8(0), sign)
     return code | sign, scale
 

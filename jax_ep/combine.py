@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep import two_hops
 from jax_ep.axis import vary_alike
 from jax_ep.dispatch import dispatch_leaves
-from jax_ep.exchange import wire_dtype
+from jax_ep.exchange import rows_format, sums_format
 from jax_ep.layout import Handle, call_of, row_is_kept
 from jax_ep.payload import an_array, router_weights, to_wire
 
@@ -23,6 +23,7 @@ def combine(
     weights: jax.Array | None = None,
     bias: Any = None,
     wire: Any = None,
+    grad_wire: Any = None,
 ) -> Any:
     """Sums each token's rows over its experts, on all ranks, back in token order.
 
@@ -44,7 +45,10 @@ def combine(
         experts' hidden activation (an output bias).
       bias: `[T, H]` in y's dtype, or a pytree like `y`; a shared expert's output.
       wire: `jnp.float32` sends partial sums unrounded; None is what the handle's
-        exchange says, by default y's dtype.
+        exchange says, by default y's dtype. Sums are never quantised.
+      grad_wire: how the backward's rows travel, as `wire` of `dispatch`:
+        `BlockScaled(jnp.float8_e5m2)` quantises them on the way. None is what the
+        handle's exchange says.
 
     Returns:
       `[T, H]` in y's dtype, or a pytree of them. Under `jax.checkpoint` they carry the
@@ -93,11 +97,13 @@ def combine(
                     f"jax_ep.{op}: bias must have y's dtype {leaf.dtype}, and is "
                     f"{row.dtype}."
                 )
-    wire = wire_dtype(op, "wire", wire) or handle.exchange.wire
+    sums_wire = sums_format(op, "wire", wire, handle.exchange.wire)
+    rows_wire = rows_format(op, "grad_wire", grad_wire, handle.exchange.grad_wire)
     leaves, weights, bias_leaves, handle = vary_alike(
         handle.axis_name, (leaves, weights, bias_leaves, handle)
     )
-    sums = tuple(_combine((call, wire), leaves, weights, bias_leaves, handle))
+    static = (call, rows_wire, False, sums_wire)
+    sums = tuple(_combine(static, leaves, weights, bias_leaves, handle))
     tails = [leaf.shape[1:] for leaf in jax.tree.leaves(y)]
     sums = [total.reshape(-1, *tail) for total, tail in zip(sums, tails, strict=True)]
     out = jax.tree.unflatten(jax.tree.structure(y), sums)
@@ -107,7 +113,8 @@ def combine(
 # dy[c] = w[c] * d_out[token(c)],  dw[c] = <y[c], d_out[token(c)]>,  d_bias = d_out
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(static, leaves, weights, bias, handle):
-    call, wire = static
+    # What `dispatch_leaves` takes, which is its derivative.
+    call, *_, wire = static
     _, sums = two_hops.combine(
         call, handle, leaves, weights=weights, bias=bias, wire_f32=wire is not None
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Literal, Self
 
-from jax_ep.exchange import Exchange
+from jax_ep.exchange import Exchange, wire_format
 from jax_ep.names import fields_of
 
 ScoreFunc = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -109,6 +109,11 @@ class MoEConfig:
       implementation: None, "ffi" or "xla", see `dispatch_layout`.
       num_sms: most SMs that a CUDA kernel may use; None for the default.
       timeout_s: seconds after which a wait for another rank becomes an error.
+      wire: what crosses the link forward: None, float32 (combine's sums unrounded), or
+        a `BlockScaled` or its name ("float8_e4m3fn", "mxfp8"): dispatch sends FP8, and
+        the experts compute with the rows multiplied back.
+      grad_wire: the same for the backward; "float8_e5m2" sends the cotangents' rows as
+        FP8. Sums are never FP8.
       load_balance_loss_weight: of `load_balance_loss` in `MoEStats.aux_loss`. The loss
         is 1 at balance, as Megatron's and DeepSeek's; Hugging Face's and MaxText's are
         K at balance, so multiply their weight by K, as `from_names` does.
@@ -158,6 +163,8 @@ class MoEConfig:
     implementation: Literal["ffi", "xla"] | None = None
     num_sms: int | None = None
     timeout_s: float = 100.0
+    wire: Any = None
+    grad_wire: Any = None
     # Losses.
     load_balance_loss_weight: float = 0.0
     load_balance_scope: BalanceScope = "global"
@@ -190,6 +197,9 @@ class MoEConfig:
         ):
             if getattr(self, name) < 1:
                 self._refuse(name, "must be at least 1")
+        for name in ("wire", "grad_wire"):
+            found = wire_format("MoEConfig", name, getattr(self, name))
+            object.__setattr__(self, name, found)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, f"must be one of {choices}")
@@ -282,6 +292,8 @@ class MoEConfig:
             implementation=self.implementation,
             num_sms=self.num_sms,
             timeout_s=self.timeout_s,
+            wire=self.wire,
+            grad_wire=self.grad_wire,
         )
 
     @classmethod

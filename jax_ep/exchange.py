@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jax_ep import _ffi
+from jax_ep.block_scaled import NAMES, BlockScaled
 
 Implementation = Literal["ffi", "xla"]
 
@@ -40,8 +41,10 @@ class Exchange:
       num_sms: most SMs that a CUDA kernel may use; None leaves at least 32 free.
       timeout_s: seconds after which a wait for another rank becomes an error.
       wire: what crosses the link forward. None is the rows' own dtype; float32 sends
-        combine's partial sums unrounded.
-      grad_wire: the same for the calls of the backward.
+        combine's partial sums unrounded; `BlockScaled` sends dispatch's rows as FP8.
+        Formats by name too, see `jax_ep.block_scaled.NAMES`.
+      grad_wire: the same for the calls of the backward, where dispatch's derivative is
+        a sum, and combine's sends rows.
       stamps: whether calls note when their phases began and ended, see `stamps.py`.
 
     Raises:
@@ -94,8 +97,8 @@ class Exchange:
             )
         self._check_capacity(operation)
         put("timeout_s", _seconds(operation, self.timeout_s))
-        put("wire", wire_dtype(operation, "wire", self.wire))
-        put("grad_wire", wire_dtype(operation, "grad_wire", self.grad_wire))
+        put("wire", wire_format(operation, "wire", self.wire))
+        put("grad_wire", wire_format(operation, "grad_wire", self.grad_wire))
         put("stamps", bool(self.stamps))
 
     def _check_capacity(self, operation: str) -> None:
@@ -120,21 +123,50 @@ class Exchange:
         return dataclasses.replace(self, operation=operation, **given)
 
 
-def wire_dtype(operation: str, name: str, wire: Any) -> Any:
-    """A wire format as its user gave it, checked: None, or the name of a dtype."""
-    if wire is None:
-        return None
+def wire_format(
+    operation: str, name: str, wire: Any, *, sums_only: bool = False
+) -> BlockScaled | str | None:
+    """A wire format as its user gave it, checked: None, "float32" or `BlockScaled`.
+
+    Raises:
+      TypeError: any other; with `sums_only`, `BlockScaled` too.
+    """
+    if isinstance(wire, str) and wire in NAMES:
+        wire = NAMES[wire]
+    if wire is None or (isinstance(wire, BlockScaled) and not sums_only):
+        return wire
     try:
-        dtype = jnp.dtype(wire)
+        dtype = None if isinstance(wire, BlockScaled) else jnp.dtype(wire)
     except TypeError:
-        raise TypeError(
-            f"jax_ep.{operation}: {name} must be None or float32, and is {wire!r}."
-        ) from None
-    if dtype != jnp.float32:
-        raise TypeError(
-            f"jax_ep.{operation}: {name} must be None or float32, and is {dtype}."
-        )
-    return dtype.name
+        dtype = None
+    if dtype == jnp.float32:
+        return "float32"
+    shown = repr(wire) if dtype is None else dtype
+    rule = "None or float32"
+    if not sums_only:
+        rule = f"None, float32, a jax_ep.BlockScaled or one of {', '.join(NAMES)}"
+    why = ": sums are never quantised" if isinstance(wire, BlockScaled) else ""
+    raise TypeError(f"jax_ep.{operation}: {name} must be {rule}, and is {shown}{why}.")
+
+
+def rows_format(
+    operation: str, name: str, wire: Any, default: BlockScaled | str | None
+) -> BlockScaled | None:
+    """How rows cross the link: quantised, or None for as they are."""
+    wire = wire_format(operation, name, wire) or default
+    return wire if isinstance(wire, BlockScaled) else None
+
+
+def sums_format(
+    operation: str, name: str, wire: Any, default: BlockScaled | str | None
+) -> str | None:
+    """How partial sums cross the link: "float32", or None for rounded to their dtype.
+
+    Raises:
+      TypeError: `BlockScaled` as the call's own; as a default it is of rows alone.
+    """
+    wire = wire_format(operation, name, wire, sums_only=True)
+    return "float32" if (wire or default) == "float32" else None
 
 
 def positive(operation: str, name: str, value: Any) -> int:

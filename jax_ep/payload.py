@@ -1,5 +1,7 @@
 """Payloads: a pytree of arrays as the 2-D leaves that travel in one wire row."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep import _ffi
+from jax_ep.block_scaled import Quantized
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)  # Leaves with a derivative.
 MAX_LEAVES = _ffi.limits["leaves"]  # Their pointers are kernel parameters.
@@ -45,7 +48,8 @@ def to_wire(
     """Flattens a payload to `[num_rows, W]` leaves, and says how to undo it.
 
     f32, bf16 and f16 leaves stay what they are. All others move as bits, as unsigned
-    integers of at most four bytes behind a `stop_gradient`.
+    integers of at most four bytes; to differentiate by a number among them (float64,
+    FP8, complex) is an error, since its gradient would be zero.
 
     Args:
       operation: for messages, e.g. "dispatch".
@@ -102,14 +106,20 @@ def to_wire(
 def _leaf_to_wire(operation: str, shown: str, leaf: jax.Array):
     tail = leaf.shape[1:]
     if is_float(leaf):
-        return _flat(leaf), lambda rows: rows.reshape(rows.shape[0], *tail)
+        return _flat(leaf), lambda rows: shaped(rows, tail)
     dtype = leaf.dtype
     if not _moves_as_bits(dtype):
         raise TypeError(
             f"jax_ep.{operation}: {shown} must have a dtype of 1, 2, 4 or 8 bytes, and "
             f"is {dtype}."
         )
-    leaf = lax.stop_gradient(leaf)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        leaf = _without_derivative(
+            f"jax_ep.{operation}: {shown} is {dtype}, which moves as bits and has no "
+            "derivative: send float32, bfloat16 or float16, quantised by wire="
+            "jax_ep.BlockScaled(...) if need be, or jax.lax.stop_gradient(...) of it.",
+            leaf,
+        )
     if dtype == jnp.bool_:
         wire = leaf.astype(jnp.uint8)
         return _flat(wire), lambda rows: rows.reshape(rows.shape[0], *tail).astype(
@@ -132,6 +142,28 @@ def _leaf_to_wire(operation: str, shown: str, leaf: jax.Array):
     return _flat(wire), lambda rows: lax.bitcast_convert_type(
         rows.reshape(rows.shape[0], *words), dtype
     )
+
+
+def shaped(rows: Any, tail: tuple[int, ...]) -> Any:
+    """Rows `[n, W]` as `[n, *tail]`; of quantised ones the values, not the scales."""
+    if not isinstance(rows, Quantized):
+        return rows.reshape(rows.shape[0], *tail)
+    return dataclasses.replace(
+        rows, values=shaped(rows.values, tail), carrier=shaped(rows.carrier, tail)
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_derivative(message, leaf):
+    """The leaf; `message` is the error of differentiating by it."""
+    del message
+    return leaf
+
+
+@_without_derivative.defjvp
+def _without_derivative_jvp(message, primals, tangents):
+    del primals, tangents
+    raise TypeError(message)
 
 
 def _moves_as_bits(dtype) -> bool:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from typing import Any
 
 from jax import export
 
+from jax_ep.block_scaled import BlockScaled, Quantized
 from jax_ep.dropless import Rounds
 from jax_ep.exchange import Exchange
 from jax_ep.layout import Handle
@@ -16,7 +18,7 @@ from jax_ep.router import Routing
 
 def register_serialization() -> None:
     """Tells `jax.export` of each of our pytrees; once in a process."""
-    for node in (Handle, MoEParams, MoEStats, Placement, Rounds, Routing):
+    for node in (Handle, MoEParams, MoEStats, Placement, Quantized, Rounds, Routing):
         export.register_pytree_node_serialization(
             node,
             serialized_name=f"jax_ep.{node.__name__}",
@@ -27,10 +29,15 @@ def register_serialization() -> None:
         )
 
 
-def _named(static: Exchange) -> dict:
-    return {"Exchange": dataclasses.asdict(static)}
+def _named(static: Exchange | BlockScaled) -> dict:
+    if isinstance(static, BlockScaled):
+        return {"BlockScaled": [static.dtype.name, static.block, static.scale.name]}
+    fields = dataclasses.fields(static)
+    return {"Exchange": {field.name: getattr(static, field.name) for field in fields}}
 
 
-def _made(values: dict):
+def _made(values: dict) -> Any:
     """The fields of an `Exchange` pass through here too, as a dict of their own."""
+    if "BlockScaled" in values:
+        return BlockScaled(*values["BlockScaled"])
     return Exchange(**values["Exchange"]) if "Exchange" in values else values

@@ -119,7 +119,10 @@ def test_derivatives_of_a_tree(backend):
         "flag": bits(ROWS, jnp.bool_),
     }
     recv, vjp = jax.vjp(
-        lambda x: run._dispatch()(x, handle, None)[0], jax.tree.map(all_ranks, x)
+        lambda x: run._dispatch()(
+            x | {"f8": jax.lax.stop_gradient(x["f8"])}, handle, None
+        )[0],
+        jax.tree.map(all_ranks, x),
     )
     d_recv = {}
     for name, rows in recv.items():
@@ -133,7 +136,7 @@ def test_derivatives_of_a_tree(backend):
         want = literal.combine(run.by_rank(d_recv[name]), layout)
         assert_bits_equal(run.by_rank(dx[name]), want)
     assert dx["i32"].dtype == dx["flag"].dtype == jax.dtypes.float0
-    # JAX gives an fp8 leaf a derivative type of its own; it moved as bits, so it is 0.
+    # Of bits that are numbers to JAX, only one that was cut off is zero; see wire_test.
     assert (np.asarray(dx["f8"]).astype(np.float32) == 0).all()
 
 
