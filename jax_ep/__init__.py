@@ -2,7 +2,9 @@
 
 from importlib import import_module as _import_module
 
-try:  # First, since without it all else fails for a reason that says nothing.
+import jax as _jax  # noqa: F401  Its extensions load before ours: exports.map says why.
+
+try:  # First of ours, since without it all else fails for a reason that says nothing.
     _import_module("jax_ep._ffi")
 except ImportError as error:
     raise ImportError(
