@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
-from training import Run, Settings
+from training import WIRES, Run, Settings
 
 from jax_ep.record import Recorder
 
@@ -165,6 +165,7 @@ def command_line() -> Parser:
   train_moe.py                           two or three minutes on two CPU cores
   train_moe.py --experts 32 --topk 4     more and smaller choices
   train_moe.py --data 1 --expert 8       experts spread over all eight devices
+  train_moe.py --wire float8             half the bytes between devices
   train_moe.py --resume --steps 1000     longer, from the last checkpoint
   train_moe.py --record run.routing      and record where the bytes went""",
     )
@@ -195,6 +196,12 @@ def command_line() -> Parser:
         metavar="X",
         help="room at a device for X times its fair share of rows; more are dropped "
         f"and counted. none: room for all [{default.capacity_factor}]",
+    )
+    model(
+        "--wire",
+        choices=[name for name in WIRES if name],
+        help="tokens travel to experts, and gradients to them, as FP8 with a scale for "
+        "128 or, mxfp8, 32 numbers: half of bfloat16's bytes [as they are]",
     )
     model(
         "--selection-bias-rate",

@@ -31,6 +31,9 @@ BALANCE_LOSS, ROUTER_Z_LOSS = 1e-2, 1e-3
 # than 32 steps in flight would hang the collectives of CPU devices.
 STEPS_IN_FLIGHT = 10
 STEPS_PER_CHECKPOINT = 50  # Each with a held-out loss.
+# By --wire: how tokens travel to experts, and, in the backward, gradients.
+WIRES = {None: None, "float8": "float8_e4m3fn", "mxfp8": "mxfp8"}
+GRAD_WIRES = {None: None, "float8": "float8_e5m2", "mxfp8": "mxfp8_e5m2"}
 PROMPT_BYTES, SAMPLE_BYTES, TEMPERATURE = 60, 300, 0.7
 
 
@@ -43,6 +46,7 @@ class Settings:
     experts: int = 8
     topk: int = 2
     capacity_factor: float | None = 1.5
+    wire: str | None = None
     selection_bias_rate: float = 0.0
     data: int | None = None
     expert: int | None = None
@@ -84,6 +88,8 @@ class Run:
             ),
             router_z_loss_weight=ROUTER_Z_LOSS,
             implementation=settings.implementation,
+            wire=WIRES[settings.wire],
+            grad_wire=GRAD_WIRES[settings.wire],
         )
         self.model = lm.LanguageModel(
             config,

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import sizing
+from jax_ep import block_scaled, sizing
 from jax_ep.sizing import MACHINES, Shape, UniformRouting
 
 HEADERS = pathlib.Path(__file__).parent.parent / "ffi" / "cuda"
@@ -85,6 +85,11 @@ def test_rows():
     assert sizing.row_bytes(7168, "float32") == 28672
     assert sizing.row_bytes(7168, "float8") == 7168 + 56 * 4
     assert sizing.row_bytes(100, "float8") == 104
+    assert sizing.row_bytes(7168, "mxfp8") == 7168 + 224
+    for width in (7168, 2880, 100, 1):  # What dispatch's wire formats really send.
+        for name, wire in (("float8", "float8_e4m3fn"), ("mxfp8", "mxfp8")):
+            sent = block_scaled.NAMES[wire].row_bytes(width)
+            assert sizing.wire_bytes(width, name) == sent
     with pytest.raises(ValueError, match="must be one of float32, bfloat16"):
         sizing.row_bytes(8, "int8")
     with pytest.raises(ValueError, match=r"hidden \(=0\)"):

@@ -262,6 +262,26 @@ def test_the_exchange_and_the_config_hold_it():
     assert config.exchange().grad_wire == E5M2
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_two_hops(quantized):
+    """Between domains and inside one: rows of FP8, equal to those rounded before."""
+
+    def call(x, ids):
+        handle = jax_ep.dispatch_layout(ids, num_experts=8, domain_size=2)
+        rows, _ = jax_ep.dispatch(x, handle, wire="mxfp8", quantized=quantized)
+        rows = jax_ep.dequantize(rows) if quantized else rows
+        rounded = jax_ep.dequantize(jax_ep.quantize(x, "mxfp8"))
+        return rows, jax_ep.dispatch(rounded, handle)[0]
+
+    call = jax.shard_map(
+        call, mesh=CPU_FFI.mesh(expert=4), in_specs=P("expert"), out_specs=P("expert")
+    )
+    x = (X / 3).astype(jnp.bfloat16)
+    got, want = jax.jit(call)(x, IDS)
+    assert_bits_equal(got, want)
+    assert (np.asarray(got) != 0).any()
+
+
 def in_shard_map(function):
     return jax.shard_map(
         lambda x, ids: function(

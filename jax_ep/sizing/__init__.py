@@ -38,6 +38,7 @@ from jax_ep.sizing.traffic import (
     layout_traffic,
     row_bytes,
     rows_per_token,
+    sums_dtype,
     wire_bytes,
 )
 
@@ -67,6 +68,7 @@ __all__ = [
     "row_bytes",
     "rows_per_token",
     "sms_to_fill",
+    "sums_dtype",
     "time_bound",
     "wire_bytes",
     "workspace_bytes",

@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from jax_ep.sizing.bounds import Bound, Machine, time_bound
 from jax_ep.sizing.memory import Shape
 from jax_ep.sizing.targets import distinct_ranks
-from jax_ep.sizing.traffic import Traffic, combine_traffic, dispatch_traffic
+from jax_ep.sizing.traffic import (
+    Traffic,
+    combine_traffic,
+    dispatch_traffic,
+    sums_dtype,
+)
 
 EP_RANKS = tuple(2**n for n in range(1, 12))  # EP2 to EP2048.
 
@@ -76,7 +81,7 @@ def growth(
       machine: rates, and the size of a domain.
       ranks: values of R; those over which the experts do not divide evenly are left
         out.
-      dtype: of the rows of dispatch; where that is "float8", combine's are bfloat16.
+      dtype: of the rows of dispatch; where those are FP8, combine's are bfloat16.
       num_sms: as in `time_bound`.
 
     Returns:
@@ -107,7 +112,7 @@ def _route(
     dispatch = dispatch_traffic(shape, dtype=dtype, domain_size=domain, forward=forward)
     combine = combine_traffic(
         shape,
-        dtype="bfloat16" if dtype == "float8" else dtype,
+        dtype=sums_dtype(dtype),
         domain_size=domain,
         forward=forward,
     )

@@ -5,10 +5,10 @@ import dataclasses
 from jax_ep.sizing.memory import Shape, handle_bytes, receive_rows
 from jax_ep.sizing.targets import UniformRouting, distinct_ranks, positive
 
-# Bytes of one element; float8 has one float32 scale for 128 values of a row besides.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
-_SCALE_BLOCK = 128
-_SCALE_BYTES = 4
+# Bytes of one element, without scales.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "mxfp8": 1}
+# Elements that share a scale, and its bytes: `wire="float8_e4m3fn"` and `"mxfp8"`.
+_SCALES = {"float8": (128, 4), "mxfp8": (32, 1)}
 
 _LINE = 16  # Leaves of a row, and the weights behind it, start at multiples of it.
 _IDS_PER_LINE = 8  # Of the layout: kIdsPerWord in ffi/cuda/workspace.h.
@@ -27,9 +27,15 @@ def _leaves(hidden: int, dtype: str) -> list[int]:
             f"{', '.join(ITEM_BYTES)}."
         )
     leaves = [hidden * ITEM_BYTES[dtype]]
-    if dtype == "float8":
-        leaves.append(-(-hidden // _SCALE_BLOCK) * _SCALE_BYTES)
+    if dtype in _SCALES:
+        block, scale_bytes = _SCALES[dtype]
+        leaves.append(-(-hidden // block) * scale_bytes)
     return leaves
+
+
+def sums_dtype(dtype: str) -> str:
+    """The dtype of combine's rows and the backward's: bfloat16 where rows are FP8."""
+    return "bfloat16" if dtype in _SCALES else dtype
 
 
 def row_bytes(hidden: int, dtype: str = "bfloat16") -> int:
@@ -37,9 +43,10 @@ def row_bytes(hidden: int, dtype: str = "bfloat16") -> int:
 
     Args:
       hidden: H.
-      dtype: "float32", "bfloat16", "float16" or "float8": H bytes and a float32 scale
-        for each 128 of them (1x128 blocks along the row, as DeepSeek-V3 quantises
-        activations), a payload of two arrays.
+      dtype: "float32", "bfloat16", "float16", or rows that `dispatch(..., wire=)`
+        quantises: "float8", H bytes and a float32 scale for each 128 of them (1x128
+        blocks along the row, as DeepSeek-V3 quantises activations), or "mxfp8", with a
+        scale of one byte for each 32.
 
     Returns:
       Bytes.
@@ -245,14 +252,14 @@ def combine_traffic(
       they read to add: experts' rows, and sums of other ranks.
 
     Raises:
-      ValueError: as `rows_per_token` and `row_bytes`; "float8", which combine does not
-        take.
+      ValueError: as `rows_per_token` and `row_bytes`; "float8" or "mxfp8", which
+        combine does not take.
 
     Source: as `dispatch_traffic`.
     """
-    if dtype == "float8":
+    if dtype in _SCALES:
         raise ValueError(
-            "jax_ep.sizing.combine_traffic: dtype (='float8') must be float32, "
+            f"jax_ep.sizing.combine_traffic: dtype (={dtype!r}) must be float32, "
             "bfloat16 or float16: sums are not sent in 8 bits."
         )
     row = row_bytes(shape.hidden, dtype)

@@ -88,8 +88,8 @@ def plan(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of the rows of dispatch: bfloat16, float16, float32, or float8, "
-            "which has no backward and combines in bfloat16."
+            help="Of rows: bfloat16, float16, float32; or float8 or mxfp8, which is "
+            "wire= of dispatch alone: sums and the backward are bfloat16."
         ),
     ] = "bfloat16",
     capacity_factor: Annotated[
@@ -281,7 +281,7 @@ def make_plan(
 
 def _exchanges(shape, dtype, machine, num_sms) -> list[Exchange]:
     """Every stage, forward and backward; over several domains also forwarded."""
-    back = "bfloat16" if dtype == "float8" else dtype
+    back = sizing.sums_dtype(dtype)
     domains = shape.num_ranks > machine.domain_size
     found = []
     for route in ("direct", "forwarded") if domains else ("direct",):
@@ -292,14 +292,13 @@ def _exchanges(shape, dtype, machine, num_sms) -> list[Exchange]:
             "layout": sizing.layout_traffic(shape, **over),
             "dispatch": sizing.dispatch_traffic(shape, dtype=dtype, **over),
             "combine": sizing.combine_traffic(shape, dtype=back, **over),
+            "dispatch backward": sizing.combine_traffic(
+                shape, dtype=back, weight_gradients=True, **over
+            ),
+            "combine backward": sizing.dispatch_traffic(
+                shape, dtype=back, weights=False, **over
+            ),
         }
-        if dtype != "float8":
-            stages["dispatch backward"] = sizing.combine_traffic(
-                shape, dtype=dtype, weight_gradients=True, **over
-            )
-            stages["combine backward"] = sizing.dispatch_traffic(
-                shape, dtype=dtype, weights=False, **over
-            )
         for name, traffic in stages.items():
             bound = sizing.time_bound(traffic, machine, num_sms=num_sms)
             fewest = None if name == "layout" else sizing.sms_to_fill(traffic, machine)
