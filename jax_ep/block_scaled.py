@@ -127,6 +127,12 @@ class Quantized:
     Where a product of yours takes them, give it a derivative of its own
     (`jax.custom_vjp`) whose cotangent goes to `carrier`.
 
+    Scales lie row by row beside the values, as `qwix.QArray(qvalue, scale)` holds them,
+    which tokamax's `ragged_dot` takes (its GPU kernels multiply a quantised left
+    operand back first, as `dequantize` does), and as DeepGEMM's contiguous grouped
+    product is given them, for blocks of 128 and `expert_alignment=128`; it transposes
+    scales itself. TransformerEngine's MXFP8 product wants them in tiles of its own.
+
     Attributes:
       values: `[..., W]` in `wire.dtype`; of dispatch's `[T, a, b]` arrays, a row of
         a * b elements each, `[C, a, b]`.

@@ -121,7 +121,9 @@ def test_bits(wire, dtype):
     np.testing.assert_array_equal(np.isnan(got), is_nan)
     assert_bits_equal(np.where(is_nan, 0, got), np.where(is_nan, 0, want))
 
-    if dtype == jnp.bfloat16:  # Operation by operation; XLA fuses none of them.
+    if (
+        dtype == jnp.bfloat16 and wire in WIRES[:3:2]
+    ):  # Operation by operation; XLA fuses none of them.
         with jax.disable_jit():
             eager = quantize(x[:20], wire)
             eager = (eager, dequantize(eager))
