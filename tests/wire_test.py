@@ -359,18 +359,13 @@ def test_differentiating_by_bits_is_an_error(dtype, wrap, x64):
         jax.grad(lambda x: wrap(through)(x, IDS).sum())(X)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{}, dict(capacity_factor=1.0, dropless_fallback=True)],
-    ids=["", "rounds"],
-)
-def test_the_layer_is_the_unquantised_one_up_to_rounding(fields):
-    """Output and gradients, in one round and in several.
+def test_the_layer_is_the_unquantised_one_up_to_rounding():
+    """Output and gradients, where rows go in several rounds.
 
     Tokens in e4m3 are off by at most 1 part in 16, and what is computed of them by
     about as much; cotangents in e5m2 by at most 1 in 8 besides.
     """
-    config, params, x = make(**PLAIN, **fields)
+    config, params, x = make(**PLAIN, capacity_factor=1.0, dropless_fallback=True)
     mesh = CPU_FFI.mesh(expert=4)
     random = np.random.default_rng(0)
     d_out = random.standard_normal(x.shape, np.float32)
