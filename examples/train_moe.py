@@ -166,6 +166,7 @@ def command_line() -> Parser:
   train_moe.py --experts 32 --topk 4     more and smaller choices
   train_moe.py --data 1 --expert 8       experts spread over all eight devices
   train_moe.py --wire float8             half the bytes between devices
+  train_moe.py --data 1 --expert 8 --domain-size 4   as two NVLink domains of four
   train_moe.py --resume --steps 1000     longer, from the last checkpoint
   train_moe.py --record run.routing      and record where the bytes went""",
     )
@@ -218,6 +219,13 @@ def command_line() -> Parser:
         metavar="N",
         help="size of the expert axis, a divisor of --experts. Together they take all "
         f"GPUs or, without any, {CPU_DEVICES} CPU devices; --expert up to 4 of them",
+    )
+    devices(
+        "--domain-size",
+        type=at_least(1, 64),
+        metavar="N",
+        help="devices of --expert that NVLink joins; rows go to other domains first, "
+        "then on inside each [all of --expert]",
     )
     devices(
         "--implementation",
@@ -317,6 +325,11 @@ def device_mesh(settings: Settings) -> Mesh:
         raise ValueError(
             f"--data {data} times --expert {expert} must be at most the {len(devices)} "
             f"{devices[0].platform} devices here"
+        )
+    if settings.domain_size and expert % settings.domain_size:
+        raise ValueError(
+            f"--domain-size must divide the size of the expert axis (={expert}), and "
+            f"is {settings.domain_size}"
         )
     grid = np.array(devices[: data * expert]).reshape(data, expert)
     return Mesh(grid, ("data", "expert"))

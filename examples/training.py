@@ -50,6 +50,7 @@ class Settings:
     selection_bias_rate: float = 0.0
     data: int | None = None
     expert: int | None = None
+    domain_size: int | None = None
     implementation: str | None = None
     steps: int = 400
     seed: int = 0
@@ -87,6 +88,7 @@ class Run:
                 0.0 if settings.selection_bias_rate > 0 else BALANCE_LOSS
             ),
             router_z_loss_weight=ROUTER_Z_LOSS,
+            domain_size=settings.domain_size,
             implementation=settings.implementation,
             wire=WIRES[settings.wire],
             grad_wire=GRAD_WIRES[settings.wire],

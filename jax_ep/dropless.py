@@ -103,11 +103,9 @@ def in_rounds(
         rows += call.num_local_experts * (handle.expert_alignment - 1)
         max_rounds = max(1, -(-rows // handle.capacity)) if handle.capacity else 1
         if handle.hop is not None and handle.num_tokens:
-            # Some round fills a rank of a domain, or all that came over every rail is
-            # served: Q tokens of each source.
-            num_places = handle.hop.send_token.shape[1]
-            max_rounds += call.exchange.domain_size or 0
-            max_rounds += -(-handle.num_tokens // num_places)
+            # What keeps a row back may be a full rank or a rail without room, in turn;
+            # every round delivers at least one row.
+            max_rounds = handle.num_ranks * handle.num_tokens * handle.num_topk
     max_rounds = operator.index(max_rounds)
     if max_rounds < 1:
         raise ValueError(f"jax_ep.{op}: max_rounds (={max_rounds}) must be at least 1.")

@@ -280,7 +280,7 @@ def _places(operation, exchange: Exchange, axis, num_tokens: int, num_topk: int)
         return num_tokens
     expected = two_hops.expected_tokens(exchange, axis.num_ranks, num_tokens, num_topk)
     factor = exchange.network_capacity_factor
-    if factor is not None and num_tokens and factor * expected < 1:
+    if factor is not None and num_tokens and round(factor * expected, 6) < 1:
         raise ValueError(
             f"jax_ep.{operation}: network_capacity_factor (={factor}) must leave room "
             f"for a token: at least {1 / expected:.3g} with {num_tokens} tokens."

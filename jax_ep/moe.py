@@ -22,6 +22,7 @@ from jax_ep.placement import Placement, equal_shares, placed
 from jax_ep.router import router
 from jax_ep.stored import local_weights
 from jax_ep.tokens import axes_of_tokens, check_arrays, flat_tokens
+from jax_ep.two_hops import for_rounds
 
 
 def moe(
@@ -84,13 +85,17 @@ def moe(
     slots = config.num_experts if placement is None else placement.num_slots
     rows = receive_capacity(config, len(tokens), axis.num_ranks, num_slots=slots)
     exchange = config.exchange(axis_name=axis.names, num_slots=slots, capacity=rows)
+    has_rounds = config.dropless_fallback and config.capacity_factor is not None
+    if has_rounds:
+        told = (axis.num_ranks, len(tokens), config.num_experts_per_tok)
+        exchange = for_rounds(exchange, *told)
     topk_idx, routed = placed(routing.topk_idx, params.routed, placement, exchange)
     handle = dispatch_layout(topk_idx, exchange=exchange)
     shared = shared_experts(tokens, params, activation=config.activation)
     static = dict(config=config, matmul=matmul, tensor=tensor)
     layer = functools.partial(_routed_experts, **static)
     weights, rounds = routing.topk_weights, None
-    if config.dropless_fallback and config.capacity_factor is not None:
+    if has_rounds:
         args, most = (routed, tokens, topk_idx, weights, handle), config.max_rounds
         out, rounds = in_rounds(layer, *args, max_rounds=most, bias=shared)
     else:

@@ -282,11 +282,18 @@ def place_params(
         return jax.tree.map(lambda leaf: leaf[mine], params)
     if exchange is None:
         exchange = Exchange(num_experts=num_slots, axis_name=axis.names, operation=op)
+    num_domains = axis.num_ranks // (exchange.domain_size or axis.num_ranks)
     handle = dispatch_layout(
         _rows_of(rank, placement.log_to_phys, leaves[0].shape[0]),
-        # Parameters travel as they are, whatever crosses the link for tokens.
+        # Parameters travel as they are, whatever crosses the link for tokens, and all
+        # do: D times the expectation is room for all between domains.
         exchange=dataclasses.replace(
-            exchange, capacity=None, expert_alignment=1, wire=None, grad_wire=None
+            exchange,
+            network_capacity_factor=float(num_domains),
+            capacity=None,
+            expert_alignment=1,
+            wire=None,
+            grad_wire=None,
         ),
         num_experts=num_slots,
         axis_name=axis.names,

@@ -14,11 +14,13 @@ from jax_ep.losses import MoEStats
 from jax_ep.params import MoEParams
 from jax_ep.placement import Placement
 from jax_ep.router import Routing
+from jax_ep.two_hops import Hop
 
 
 def register_serialization() -> None:
     """Tells `jax.export` of each of our pytrees; once in a process."""
-    for node in (Handle, MoEParams, MoEStats, Placement, Quantized, Rounds, Routing):
+    nodes = (Handle, Hop, MoEParams, MoEStats, Placement, Quantized, Rounds, Routing)
+    for node in nodes:
         export.register_pytree_node_serialization(
             node,
             serialized_name=f"jax_ep.{node.__name__}",

@@ -83,6 +83,22 @@ def places(exchange: Exchange, num_ranks: int, num_tokens: int, num_topk: int) -
     return min(num_tokens, math.ceil(tokens))
 
 
+def for_rounds(
+    exchange: Exchange, num_ranks: int, num_tokens: int, num_topk: int
+) -> Exchange:
+    """The exchange of a layer that sends in further rounds what had no room.
+
+    From eight domains on it has room between them for little more than uniform routing
+    needs, unless it was told otherwise, or that is not even one token.
+    """
+    size, factor = exchange.domain_size, exchange.network_capacity_factor
+    if size is None or factor is not None or num_ranks // size < MANY_DOMAINS:
+        return exchange
+    expected = expected_tokens(exchange, num_ranks, num_tokens, num_topk)
+    factor = max(MANY_DOMAINS_FACTOR, 1 / expected if expected else 1.0)
+    return dataclasses.replace(exchange, network_capacity_factor=factor)
+
+
 def expected_tokens(
     exchange: Exchange, num_ranks: int, num_tokens: int, num_topk: int
 ) -> float:

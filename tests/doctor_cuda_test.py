@@ -33,6 +33,8 @@ def test_gpus_in_order():
         "JAX sees": "2: NVIDIA H200",
         "capability": "9.0; driver for CUDA 13.0",
         "peer access": "all 2 ordered pairs, all with native atomics, as over NVLink",
+        "domains": "1 of 2 here: an axis over several such machines takes "
+        "domain_size=2, unless NVLink joins the machines too",
         "memory": "140 GiB each; XLA takes 75%, 35.0 GiB stay for a workspace of "
         "64 MiB, CUDA and NCCL",
     }
@@ -97,6 +99,20 @@ def test_gpus_without_peer_access():
         "all 2 ordered pairs, 0 with native atomics: the others are not NVLink",
         None,
     )
+
+
+def test_gpus_of_two_domains():
+    gpu = two_gpus().gpus[0]
+    near = [(a, b) for a in range(6) for b in range(6) if a != b and a // 2 == b // 2]
+    links = tuple(driver.Link(a, b, True, True) for a, b in near)
+    found = driver.Driver("13.0", (gpu,) * 6, links)
+    assert line(look(found=found), "domains") == (
+        "healthy",
+        "3 of 2 here: an axis over all takes domain_size=2",
+        None,
+    )
+    one_way = driver.Driver("13.0", (gpu,) * 6, links[:1])
+    assert line(look(found=one_way), "domains")[0] == "not applicable"
 
 
 def test_no_memory_for_the_workspace():

@@ -30,12 +30,15 @@ def test_a_layer_of_parameters_and_statistics():
     np.testing.assert_array_equal(found.expert_load, stats.expert_load)
 
 
-def test_a_handle_keeps_its_static_fields():
+@pytest.mark.parametrize("domain_size", [None, 2])
+def test_a_handle_keeps_its_static_fields(domain_size):
     pytest.importorskip("flatbuffers")
     mesh = CPU_FFI.mesh(expert=4)
     layout = jax.jit(
         jax.shard_map(
-            lambda ids: jax_ep.dispatch_layout(ids, num_experts=8, timeout_s=7.5),
+            lambda ids: jax_ep.dispatch_layout(
+                ids, num_experts=8, timeout_s=7.5, domain_size=domain_size
+            ),
             mesh=mesh,
             in_specs=P("expert"),
             out_specs=P("expert"),

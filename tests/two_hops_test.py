@@ -373,3 +373,38 @@ def test_many_domains_with_room_for_all_are_worth_a_warning():
     two_hops.warn_of_many_domains.cache_clear()
     with pytest.warns(UserWarning, match="every token has room in each of 8 domains"):
         run(Case(tokens=1), 1, Case(tokens=1).arrays(integers=True))
+
+
+def test_placed_parameters_all_arrive_whatever_has_room_for_tokens():
+    """Eight experts, two to a domain, and a second slot of each in the next domain."""
+    order = np.roll(np.arange(8), -2)
+    placement = jax_ep.Placement(
+        np.concatenate([[e, order[e]] for e in range(8)]).astype(np.int32),
+        np.stack(
+            [sorted((2 * e, 2 * list(order).index(e) + 1)) for e in range(8)]
+        ).astype(np.int32),
+        np.full(8, 2, np.int32),
+    )
+    exchange = jax_ep.Exchange(
+        num_experts=16, domain_size=2, network_capacity_factor=0.01
+    )
+
+    def body(params):
+        return jax_ep.place_params(params, placement, exchange=exchange)
+
+    params = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
+    mesh, spec = CPU_FFI.mesh(expert=RANKS), P("expert")
+    call = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
+    same(call(params), params[placement.phys_to_log])
+
+
+@pytest.mark.parametrize("tokens, factor", [(1, 8), (1024, 1.06)])
+def test_layers_with_rounds_have_little_room_between_many_domains(tokens, factor):
+    """One expert a domain and K = 1: an eighth of the tokens go to each."""
+    told = jax_ep.Exchange(num_experts=8, domain_size=1)
+    got = two_hops.for_rounds(told, RANKS, tokens, 1)
+    assert got.network_capacity_factor == pytest.approx(factor)
+    places = {1: 1, 1024: 136}  # 1.06 * 128 = 135.7
+    assert two_hops.places(got, RANKS, tokens, 1) == places[tokens]
+    few = dataclasses.replace(told, domain_size=2)
+    assert two_hops.for_rounds(few, RANKS, tokens, 1) is few

@@ -143,7 +143,8 @@ Status MakeErrorRecord(const Driver& driver, const std::string& axis,
   return Status();
 }
 
-// Checks that the group is what the program says and lies in one NVLink domain.
+// Checks that the group is what the program says and lies in one NVLink domain. A group
+// is the ranks of a `domain_size`, or of the whole axis without one.
 Status CheckGroup(const Nccl& nccl, ncclComm_t comm, int num_ranks, int* rank) {
   int count = 0;
   ncclResult result = nccl.ncclCommCount(comm, &count);
@@ -157,8 +158,9 @@ Status CheckGroup(const Nccl& nccl, ncclComm_t comm, int num_ranks, int* rank) {
   if (team.num_ranks != num_ranks || team.rank != *rank) {
     return FailedPrecondition(
         "expected all ", num_ranks, " ranks in one NVLink domain, got ", team.num_ranks,
-        " that reach each other by load and store; implementation='xla' runs on any "
-        "network.");
+        " that reach each other by load and store; domain_size (=", num_ranks,
+        ") must be at most ", team.num_ranks,
+        ", or implementation='xla', which runs on any network.");
   }
   return Status();
 }

@@ -97,7 +97,8 @@ TEST(two_domains) {
   Collectives collectives(Group(2)[0]);
   CHECK_EQ(FirstUse(2, &collectives),
            NoWorkspace("expected all 2 ranks in one NVLink domain, got 1 that reach "
-                       "each other by load and store; implementation='xla' runs on any "
+                       "each other by load and store; domain_size (=2) must be at "
+                       "most 1, or implementation='xla', which runs on any "
                        "network."));
 }
 

@@ -1,6 +1,7 @@
 """GPUs: whether JAX sees them, what they can, how they are linked, and their memory."""
 
 import glob
+import math
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ def check(
       driver: what the CUDA driver says; None without GPUs or without cuda-python.
       environment: `os.environ`.
     """
-    names = ("JAX sees", "capability", "peer access", "memory")
+    names = ("JAX sees", "capability", "peer access", "domains", "memory")
     if not system and not seen:
         return [SUBJECT.not_applicable(name, NO_CUDA) for name in names]
     if hidden := hidden_by(environment):
@@ -91,6 +92,7 @@ def check(
         *outcomes,
         _capability(driver),
         _peers(driver),
+        _domains(driver),
         _memory(driver.gpus, environment),
     ]
 
@@ -132,6 +134,29 @@ def _peers(driver: Driver) -> Outcome:
     else:
         kind = f"{num_atomic} with native atomics: the others are not NVLink"
     return SUBJECT.healthy(name, f"all {len(driver.links)} ordered pairs, {kind}")
+
+
+def _domains(driver: Driver) -> Outcome:
+    """GPUs that reach each other, and what `domain_size` they allow."""
+    name = "domains"
+    near: dict[int, set[int]] = {n: {n} for n in range(len(driver.gpus))}
+    for link in driver.links:
+        if link.has_access:
+            near[link.source].add(link.target)
+    # A domain is GPUs that all reach the same ones.
+    domains = {frozenset(reached) for reached in near.values()}
+    sizes = sorted(len(domain) for domain in domains)
+    if sum(sizes) != len(near):
+        return SUBJECT.not_applicable(name, "peer access is not the same both ways")
+    least = math.gcd(*sizes)
+    found = f"{len(sizes)} of {', '.join(map(str, sorted(set(sizes))))} here"
+    if len(sizes) == 1:
+        return SUBJECT.healthy(
+            name,
+            f"{found}: an axis over several such machines takes domain_size={least}, "
+            "unless NVLink joins the machines too",
+        )
+    return SUBJECT.healthy(name, f"{found}: an axis over all takes domain_size={least}")
 
 
 def _memory(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Outcome:
