@@ -108,6 +108,10 @@ def layers(recording):
         ("--topk 9", "--topk must be at most --experts (=8), and is 9"),
         ("--expert 3", "--expert must divide --experts (=8), and is 3"),
         (
+            "--data 1 --expert 8 --domain-size 3",
+            "--domain-size must divide the size of the expert axis (=8), and is 3",
+        ),
+        (
             "--capacity-factor 0.1",
             "--capacity-factor must be at least 1 / --topk (=0.5), and is 0.1",
         ),

@@ -2,9 +2,9 @@
 
 Ranks that a token goes to, bytes on links and in memory, buffers, padding, and the
 least time that given rates allow, for one NVLink domain or many. Routing is taken to be
-uniform; a recorded one has its own counts, and costs more where it is skewed. The
-arithmetic goes further than the package: jax_ep itself runs one NVLink domain of at
-most 64 ranks.
+uniform; a recorded one has its own counts, and costs more where it is skewed. What
+crosses between domains are the rows that are wanted; the package sends a dense share to
+each domain besides (`network_capacity_factor` of `dispatch_layout`).
 """
 
 from jax_ep.sizing.bounds import (
