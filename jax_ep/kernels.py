@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep import _ffi, nvrtc
+from jax_ep import _ffi, few, nvrtc
 
 # Compiled for where there is no GPU to ask: Hopper and Blackwell.
 DEFAULT_ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -46,8 +46,13 @@ class Kernel:
 
 
 def layout_kernel() -> Kernel:
-    """The only layout kernel: all its sizes are arguments."""
+    """The usual layout kernel: all its sizes are arguments."""
     return Kernel("layout")
+
+
+def for_few(kernel: Kernel) -> Kernel:
+    """The kernel of the same stage for few tokens; see `few.py`."""
+    return dataclasses.replace(kernel, stage=f"few_{kernel.stage}")
 
 
 def with_stamps(kernel: Kernel) -> Kernel:
@@ -107,8 +112,9 @@ def attributes(target: str, params: Mapping[str, Any], operands: Any) -> dict[st
         and dtype are read.
 
     Returns:
-      For dispatch and combine the sizes that the kernel is for: `num_topk`, and
-      `leaf_bytes` or `leaf_dtypes` and `leaf_widths`. For all three `cubin_archs`, a
+      `few`, whether the call is one for few tokens. For dispatch and combine the sizes
+      that the kernel is for: `num_topk`, and `leaf_bytes` or `leaf_dtypes` and
+      `leaf_widths`. For all three `cubin_archs`, a
       list joined by commas, and for each of them `cubin_<arch>`, the code, and
       `cubin_<arch>_sha256`.
 
@@ -119,11 +125,13 @@ def attributes(target: str, params: Mapping[str, Any], operands: Any) -> dict[st
     """
     stage = target.removeprefix(_PREFIX)
     if stage == "layout":
-        kernel, found = layout_kernel(), {}
+        kernel, found = _layout_call(params, operands)
     elif stage == "dispatch":
         kernel, found = _dispatch_call(params, operands)
     else:
         kernel, found = _combine_call(params, operands)
+    if found["few"]:
+        kernel = for_few(kernel)
     if params["stamps"]:
         kernel = with_stamps(kernel)
     archs = architectures()
@@ -186,6 +194,14 @@ def _kernel(stage: str, **macros: Any) -> Kernel:
     return Kernel(stage, tuple(texts))
 
 
+def _layout_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
+    tokens, num_topk = operands.topk_idx.shape
+    is_few = few.is_few_ids(
+        tokens * num_topk, int(params["num_ranks"]), int(params["num_experts"])
+    )
+    return layout_kernel(), dict(few=np.bool_(is_few))
+
+
 def _dispatch_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
     leaves = operands.leaves
     _check_leaves("dispatch", leaves)
@@ -197,8 +213,11 @@ def _dispatch_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
         leaf_bytes=leaf_bytes,
         has_weights=params["has_weights"],
     )
+    slot_bytes = few.dispatch_slot_bytes(leaf_bytes, num_topk, params["has_weights"])
     return kernel, dict(
-        num_topk=np.int64(num_topk), leaf_bytes=np.array(leaf_bytes, np.int64)
+        few=_is_few(params, operands, slot_bytes),
+        num_topk=np.int64(num_topk),
+        leaf_bytes=np.array(leaf_bytes, np.int64),
     )
 
 
@@ -216,11 +235,20 @@ def _combine_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
         leaf_widths=widths,
         **{flag: params[flag] for flag in flags},
     )
+    items = [4 if params["wire_f32"] else jnp.dtype(y.dtype).itemsize for y in leaves]
+    wire_bytes = [width * item for width, item in zip(widths, items, strict=True)]
+    slot_bytes = few.combine_slot_bytes(wire_bytes, num_topk, params["has_row_values"])
     return kernel, dict(
+        few=_is_few(params, operands, slot_bytes),
         num_topk=np.int64(num_topk),
         leaf_dtypes=np.array([_LEAF_DTYPES[dtype] for dtype in dtypes], np.int32),
         leaf_widths=np.array(widths, np.int64),
     )
+
+
+def _is_few(params, operands, slot_bytes: int) -> np.bool_:
+    tokens = operands.slot.shape[0]
+    return np.bool_(few.is_few_tokens(tokens, slot_bytes, int(params["num_ranks"])))
 
 
 def _check_leaves(op: str, leaves: Sequence[Any]) -> None:

@@ -140,7 +140,7 @@ def test_release():
 
 def compiled(has_cuda: bool = True, version=(0, 4)):
     return types.SimpleNamespace(
-        abi_version=3,
+        abi_version=4,
         api_version=lambda: version,
         has_cuda=has_cuda,
         registrations=lambda: {"cpu": {"jax_ep_layout": {}, "jax_ep_combine": {}}},
@@ -151,7 +151,7 @@ def test_a_module_in_order():
     outcomes = module.check(compiled(), (0, 5), True, True)
     assert problems(outcomes) == []
     assert line(outcomes, "custom calls")[1] == (
-        "cpu: jax_ep_combine, jax_ep_layout (ABI 3)"
+        "cpu: jax_ep_combine, jax_ep_layout (ABI 4)"
     )
     assert line(outcomes, "interface")[1] == "built for XLA FFI 0.4, jaxlib offers 0.5"
 

@@ -20,7 +20,7 @@ from stages import assert_bits_equal, stages
 RANKS, TOKENS, TOPK, LOCAL, CAPACITY, WIDTH = 4, 4, 2, 2, 32, 8
 
 ATTRIBUTES = dict(
-    abi_version=np.int64(3),
+    abi_version=np.int64(4),
     axis="expert",
     num_ranks=np.int64(RANKS),
     groups=np.arange(RANKS, dtype=np.int64),

@@ -78,6 +78,12 @@ COMBINE_FLAGS = [
 
 def configurations():
     """Every branch that is compiled in, at the ends of its range and in common use."""
+    for kernel in usual_configurations():
+        yield kernel
+        yield kernels.for_few(kernel)
+
+
+def usual_configurations():
     yield kernels.layout_kernel()
     ranks_and_topk = itertools.cycle([(4, 8), (1, 1), (64, 32), (2, 6)])
     for leaf_bytes, has_weights in itertools.product(LEAF_BYTES, (False, True)):
@@ -103,7 +109,7 @@ def configurations():
 @pytest.mark.parametrize("arch", kernels.DEFAULT_ARCHITECTURES)
 @pytest.mark.parametrize("stage", ["layout", "dispatch", "combine"])
 def test_kernels_use_no_local_memory(stage, arch):
-    wanted = [kernel for kernel in configurations() if kernel.stage == stage]
+    wanted = [kernel for kernel in configurations() if kernel.stage.endswith(stage)]
     for kernel, _, usage in kernels.report(wanted, [arch]):
         assert usage.entry == f"jax_ep_{stage}"
         spilled = usage.spill_store_bytes + usage.spill_load_bytes
@@ -162,15 +168,18 @@ ROUTING = [of((64, 6)), of((64, 6)), of((2, 64, 6))]  # slot, slot_rank, recv_sl
 
 
 def test_layout_attributes():
-    found = kernels.attributes(
-        "jax_ep_layout", dict(num_ranks=2, stamps=False), LayoutOperands(of((64, 6)))
-    )
+    params = dict(num_ranks=2, num_experts=8, stamps=False)
+    ids = LayoutOperands(of((4096, 6)))
+    found = kernels.attributes("jax_ep_layout", params, ids)
+    few = kernels.attributes("jax_ep_layout", params, LayoutOperands(of((64, 6))))
+    assert (found["few"], few["few"]) == (False, True)
+    assert found["cubin_sm_90a_sha256"] != few["cubin_sm_90a_sha256"]
     assert found["cubin_archs"] == "sm_90a,sm_100a"
     for arch in kernels.DEFAULT_ARCHITECTURES:
         image = found[f"cubin_{arch}"]
         assert image.startswith(b"\x7fELF")
         assert found[f"cubin_{arch}_sha256"] == hashlib.sha256(image).hexdigest()
-    assert len(found) == 1 + 2 * 2
+    assert len(found) == 2 + 2 * 2
 
 
 def test_dispatch_attributes():
@@ -214,9 +223,13 @@ def test_tokens_and_capacity_compile_nothing(cache):
         operands = DispatchOperands(*routing, of((4,)), of((4,)), None, leaves)
         return kernels.attributes("jax_ep_dispatch", params, operands)
 
-    first, second = attributes(64), attributes(4096)
+    first, second = attributes(300), attributes(4096)
     assert first["cubin_sm_90a"] is second["cubin_sm_90a"]
     assert len(list(cache.glob("*.cubin"))) == len(kernels.DEFAULT_ARCHITECTURES)
+    # Few tokens have a kernel of their own, for any number of them.
+    first, second = attributes(1), attributes(256)
+    assert first["few"] and first["cubin_sm_90a"] is second["cubin_sm_90a"]
+    assert len(list(cache.glob("*.cubin"))) == 2 * len(kernels.DEFAULT_ARCHITECTURES)
 
 
 def test_too_many_leaves():

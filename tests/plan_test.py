@@ -147,7 +147,7 @@ def test_tables_and_chart():
     for title in ("One layer, per rank", "one copy a node", "Memory", "Padding"):
         assert title in text
     row = next(line for line in text.splitlines() if "workspace" in line)
-    assert "244 MiB" in row
+    assert "256 MiB" in row
     bars = {
         match[1]: len(match[2])
         for match in re.finditer(r"(EP\d+) (█+) [\d.]+ [µm]s", text)

@@ -67,7 +67,8 @@ def test_workspace(header):
     assert num_ranks == sizing.MAX_RANKS
     assert ids_per_word == 8
     assert [[sizing.workspace_bytes(r)] for r in range(1, num_ranks + 1)] == sizes
-    assert sizing.workspace_bytes(4) == 124 * 2**20
+    assert sizing.workspace_bytes(4) == 158 * 2**20
+    assert sizing.workspace_bytes(8) == 256 * 2**20
 
 
 def test_wire(header):

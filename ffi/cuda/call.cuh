@@ -27,7 +27,7 @@ __device__ __forceinline__ int Lane() { return threadIdx.x & 31; }
 // The block's view of the call, in shared memory.
 struct CallState {
   uint64_t begun;    // barrier that completes when BeginCall has written the rest
-  uint64_t number;   // of this ring call, or of the last id round before this call
+  uint64_t number;   // of this call, or of the last id round before this call
   uint32_t failed;   // 1 once this block stopped waiting
   uint32_t entered;  // 0 if another call was running here
   uint32_t last;     // in the block that leaves last 1, or 2 if one before it failed
@@ -191,10 +191,13 @@ __device__ __forceinline__ void InitCall(CallState* state) {
   if (threadIdx.x == 0) ptx::BarrierInit(&state->begun, 1);
 }
 
+// Which of the workspace's counters numbers a call.
+enum class CallKind { kIdRounds, kRing, kFew };
+
 // Enters a call; one warp of the block. `signature` tells calls that could run at the
 // same time apart and is not 0. Afterwards the block may have failed already.
 __device__ __forceinline__ void BeginCall(const CommonParams& common,
-                                          uint64_t signature, bool ring_call,
+                                          uint64_t signature, CallKind kind,
                                           CallState* state) {
   Control* control = ControlOf(common, common.rank);
 #if JAX_EP_STAMPS
@@ -211,7 +214,9 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
                      static_cast<unsigned long long>(signature));
   } else if (Lane() == 1) {
     // Only the last block of a call changes these, after all blocks entered.
-    word = ring_call ? control->ring_calls + 1 : control->id_rounds;
+    word = kind == CallKind::kRing  ? control->ring_calls + 1
+           : kind == CallKind::kFew ? control->few_calls + 1
+                                    : control->id_rounds;
   } else if (Lane() == 2) {
     word = ptx::LoadRelaxedSystem(&control->abort);
   } else if (Lane() == 3) {

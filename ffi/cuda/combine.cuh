@@ -48,7 +48,7 @@ class Combine {
     ptx::BarrierInitFence();
     __syncthreads();
     const int warp = threadIdx.x / 32;
-    if (warp == 0) BeginCall(common, signature, /*ring_call=*/true, state);
+    if (warp == 0) BeginCall(common, signature, CallKind::kRing, state);
     if (channel >= ring.channels || (warp >= senders && warp < kSenderWarps)) {
       // Nothing to do.
     } else if (warp < kSenderWarps) {

@@ -53,7 +53,7 @@ class Dispatch {
     ptx::BarrierInitFence();
     __syncthreads();
     if (warp == 2 * kShape.channels) {
-      BeginCall(common, signature, /*ring_call=*/true, state);
+      BeginCall(common, signature, CallKind::kRing, state);
       DispatchZeros<Config>::ZeroGaps(params, state, shared, roles_done);
     } else {
       if (channel >= ring.channels) {

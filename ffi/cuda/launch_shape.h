@@ -16,6 +16,7 @@ struct LaunchDims {
   int32_t channels;    // of all blocks, if the ring has room
   int32_t slot_bytes;  // of the ring
   int32_t num_pieces;  // of a token
+  int32_t few_tokens;  // the most per rank, of a call for few tokens; else 0
 };
 
 JAX_EP_HD constexpr int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -43,6 +44,7 @@ JAX_EP_HD constexpr int NumChannels(int num_ranks, int slot_bytes, int wanted) {
 // The most tokens per rank: the pieces of a channel are counted in kCountBits. A layout
 // has none.
 JAX_EP_HD constexpr int64_t MaxTokens(const LaunchDims& dims, int num_ranks) {
+  if (dims.few_tokens > 0) return dims.few_tokens;
   if (dims.num_pieces == 0) return int64_t{1} << 62;
   const int64_t pieces = (int64_t{1} << kCountBits) - 1;
   return pieces / dims.num_pieces *

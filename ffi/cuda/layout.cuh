@@ -34,7 +34,7 @@ class Layout : public LayoutPlace {
     if (layout.holds_) layout.ClearCounts();
     __syncthreads();
     if (threadIdx.x < 32) {
-      BeginCall(params.common, signature, /*ring_call=*/false, state);
+      BeginCall(params.common, signature, CallKind::kIdRounds, state);
     }
     AwaitBegin(state);
     const int rounds = layout.Exchange();
@@ -50,27 +50,14 @@ class Layout : public LayoutPlace {
     if (threadIdx.x == 0) NoteStamp(state, kStampPlanned);
     layout.Place();
     EndCall(
-        params.common, state, [&](int part, int parts) { layout.Poison(part, parts); },
+        params.common, state,
+        [&](int part, int parts) { PoisonLayout(params, part, parts); },
         [&] {
           if (threadIdx.x != 0) return;
           Control* control = ControlOf(params.common, params.common.rank);
           params.num_invalid[0] = control->invalid_ids;
           control->id_rounds = state->number + rounds;
         });
-  }
-
- private:
-  __device__ void Poison(int part, int parts) const {
-    const int64_t ids = params_.num_ids * 4;
-    FillBytes(params_.slot, ids, kPoison, part, parts);
-    FillBytes(params_.slot_rank, ids, kPoison, part, parts);
-    FillBytes(params_.recv_slot, ids * num_ranks_, kPoison, part, parts);
-    FillBytes(params_.group_sizes, 4 * local_experts_, 0, part, parts);
-    FillBytes(params_.group_counts, 4 * local_experts_, 0, part, parts);
-    FillBytes(params_.group_offsets, 4 * local_experts_, 0, part, parts);
-    FillBytes(params_.num_recv, 4 * num_ranks_, 0, part, parts);
-    FillBytes(params_.num_dropped, 4 * num_ranks_, 0, part, parts);
-    FillBytes(params_.num_invalid, 4, 0, part, parts);
   }
 };
 

@@ -50,7 +50,7 @@ class LayoutExchange : public LayoutGrid {
     }
   }
 
- private:
+ protected:
   static constexpr uint32_t kNoId = 0xfff;  // on the wire
   static_assert(kMaxExperts <= kNoId, "ids have 12 bits");
 

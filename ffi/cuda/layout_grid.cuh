@@ -12,6 +12,22 @@
 
 namespace jax_ep::cuda {
 
+// What a failed layout leaves.
+__device__ inline void PoisonLayout(const LayoutParams& params, int part, int parts) {
+  const int64_t ids = params.num_ids * 4;
+  const int num_ranks = params.common.num_ranks;
+  const int64_t local_bytes = 4 * (params.num_experts / num_ranks);
+  FillBytes(params.slot, ids, kPoison, part, parts);
+  FillBytes(params.slot_rank, ids, kPoison, part, parts);
+  FillBytes(params.recv_slot, ids * num_ranks, kPoison, part, parts);
+  FillBytes(params.group_sizes, local_bytes, 0, part, parts);
+  FillBytes(params.group_counts, local_bytes, 0, part, parts);
+  FillBytes(params.group_offsets, local_bytes, 0, part, parts);
+  FillBytes(params.num_recv, 4 * num_ranks, 0, part, parts);
+  FillBytes(params.num_dropped, 4 * num_ranks, 0, part, parts);
+  FillBytes(params.num_invalid, 4, 0, part, parts);
+}
+
 class LayoutGrid {
  public:
   static constexpr int kThreads = 32 * kLayoutWarps;
@@ -129,6 +145,11 @@ class LayoutGrid {
       }
       tile_counts_[static_cast<int64_t>(tile) * num_experts_ + e] = total;
     }
+  }
+
+  // id / L, for ids: a division takes long.
+  __device__ int OwnerOf(int id) const {
+    return owner_factor_ == 0 ? id : static_cast<int>(__umulhi(id, owner_factor_));
   }
 
   // Ids of an expert in `tiles` tiles from `first` on.

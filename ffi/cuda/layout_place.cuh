@@ -108,11 +108,6 @@ class LayoutPlace : public LayoutPlan {
   __device__ static int32_t HeldId(uint32_t held) {
     return held == kNoHeldId ? -1 : static_cast<int32_t>(held);
   }
-
-  // id / L, for ids: a division takes long.
-  __device__ int OwnerOf(int id) const {
-    return owner_factor_ == 0 ? id : static_cast<int>(__umulhi(id, owner_factor_));
-  }
 };
 
 }  // namespace jax_ep::cuda

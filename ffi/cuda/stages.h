@@ -9,6 +9,7 @@
 #include "ffi/attributes.h"
 #include "ffi/calls.h"
 #include "ffi/cuda/dtypes.h"
+#include "ffi/cuda/few_shape.h"
 #include "ffi/cuda/launch_shape.h"
 #include "ffi/cuda/limits.h"
 #include "ffi/cuda/state.h"
@@ -74,6 +75,10 @@ inline Status CheckTopk(const KernelSizes& sizes, const RoutedCall& call) {
 inline Status CheckPieces(const LaunchDims& dims, int num_ranks, int64_t num_tokens) {
   const int64_t most = MaxTokens(dims, num_ranks);
   if (num_tokens <= most) return Status();
+  if (dims.few_tokens > 0) {
+    return InvalidArgument("tokens per rank (=", num_tokens, ") must be at most ", most,
+                           " with a kernel for few tokens.");
+  }
   return InvalidArgument("tokens per rank (=", num_tokens, ") must be at most ", most,
                          " on ", dims.blocks, " SMs (num_sms).");
 }
@@ -82,16 +87,34 @@ struct LayoutStage {
   using Call = LayoutCall;
   using Params = LayoutParams;
 
-  static Status Read(Attributes&, CudaState&) { return Status(); }
+  static Status Read(Attributes& attrs, CudaState& state) {
+    const Config& config = state.config;
+    const int num_ranks = static_cast<int>(config.num_ranks);
+    state.sizes.few = attrs.Get<bool>("few");
+    state.sizes.most_ids = kMaxFewIds / num_ranks;
+    if (!IsFewIds(0, num_ranks, static_cast<int>(config.num_experts))) {
+      state.sizes.most_ids = 0;
+    }
+    return attrs.status();
+  }
 
   static LaunchDims Shape(const CudaState& state, int device_sms) {
     const Config& config = state.config;
+    if (state.sizes.few) {
+      return FewLayoutLaunch(static_cast<int>(config.num_ranks),
+                             static_cast<int>(config.num_experts));
+    }
     return LayoutLaunch(device_sms, static_cast<int>(config.num_sms),
                         static_cast<int>(config.num_ranks),
                         static_cast<int>(config.num_experts));
   }
 
-  static Status Check(const KernelSizes&, const Call& call) {
+  static Status Check(const KernelSizes& sizes, const Call& call) {
+    const int64_t num_ids = call.num_tokens * call.num_topk;
+    if (sizes.few && num_ids > sizes.most_ids) {
+      return InvalidArgument("ids per rank (=", num_ids,
+                             ") are too many for a kernel for few tokens.");
+    }
     return CheckAligned("recv_slot", call.recv_slot);
   }
 
@@ -118,6 +141,7 @@ struct DispatchStage {
   using Params = DispatchParams;
 
   static Status Read(Attributes& attrs, CudaState& state) {
+    state.sizes.few = attrs.Get<bool>("few");
     std::vector<int64_t>& bytes = state.sizes.leaf_bytes;
     bytes = attrs.GetArray<int64_t>("leaf_bytes");
     if (Status status = ReadSizes(attrs, bytes.size(), state); !status.ok()) {
@@ -128,6 +152,14 @@ struct DispatchStage {
 
   static LaunchDims Shape(const CudaState& state, int device_sms) {
     const KernelSizes& sizes = state.sizes;
+    if (sizes.few) {
+      const FewSlot slot = FewDispatchSlot(sizes.leaf_bytes.data(),
+                                           static_cast<int>(sizes.leaf_bytes.size()),
+                                           sizes.num_topk, state.config.has_weights);
+      return FewLaunch(device_sms, static_cast<int>(state.config.num_sms),
+                       static_cast<int>(state.config.num_ranks), slot,
+                       kFewDispatchWarps);
+    }
     return DispatchLaunch(device_sms, static_cast<int>(state.config.num_sms),
                           sizes.leaf_bytes.data(),
                           static_cast<int>(sizes.leaf_bytes.size()), sizes.num_topk,
@@ -173,6 +205,7 @@ struct CombineStage {
 
   static Status Read(Attributes& attrs, CudaState& state) {
     KernelSizes& sizes = state.sizes;
+    sizes.few = attrs.Get<bool>("few");
     sizes.leaf_dtypes = attrs.GetArray<int32_t>("leaf_dtypes");
     sizes.leaf_widths = attrs.GetArray<int64_t>("leaf_widths");
     if (Status status = ReadSizes(attrs, sizes.leaf_widths.size(), state);
@@ -196,6 +229,14 @@ struct CombineStage {
   static LaunchDims Shape(const CudaState& state, int device_sms) {
     const Config& config = state.config;
     const KernelSizes& sizes = state.sizes;
+    if (sizes.few) {
+      const FewSlot slot =
+          FewCombineSlot(sizes.leaf_dtypes.data(), sizes.leaf_widths.data(),
+                         static_cast<int>(sizes.leaf_widths.size()), sizes.num_topk,
+                         config.wire_f32, config.has_row_values);
+      return FewLaunch(device_sms, static_cast<int>(config.num_sms),
+                       static_cast<int>(config.num_ranks), slot, kFewCombineWarps);
+    }
     return CombineLaunch(device_sms, static_cast<int>(config.num_sms),
                          sizes.leaf_dtypes.data(), sizes.leaf_widths.data(),
                          static_cast<int>(sizes.leaf_widths.size()), sizes.num_topk,

@@ -24,6 +24,8 @@ namespace jax_ep::cuda {
 
 // What a kernel was compiled for, besides ranks and flags. Of dispatch and combine.
 struct KernelSizes {
+  bool few = false;      // whether the kernel is one for few tokens; the layout's too
+  int64_t most_ids = 0;  // per rank, of a layout for few tokens
   int num_topk = 0;
   std::vector<int64_t> leaf_bytes;   // dispatch: bytes of a row of each leaf
   std::vector<int32_t> leaf_dtypes;  // combine: LeafDtype

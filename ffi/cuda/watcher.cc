@@ -52,6 +52,14 @@ const char* PhaseText(int32_t phase) {
       return "overlap of two jax_ep calls on one device (call signatures)";
     case kPhaseRankMismatch:
       return "rank check (axis index of the program against rank of the communicator)";
+    case kPhaseFewDispatchPeer:
+      return "dispatch, the peer to begin this call for few tokens (calls)";
+    case kPhaseFewDispatchRows:
+      return "dispatch, rows of the peer for few tokens (epochs)";
+    case kPhaseFewCombinePeer:
+      return "combine, the peer to begin this call for few tokens (calls)";
+    case kPhaseFewCombineRows:
+      return "combine, rows of the peer for few tokens (epochs)";
     default:
       return "unknown phase";
   }

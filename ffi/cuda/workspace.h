@@ -15,7 +15,7 @@ namespace jax_ep::cuda {
 
 // Changed with every struct, offset or launch shape that host and kernels share, here
 // and in launch_shape.h; kAbiVersion with it, since programs carry their kernels.
-constexpr int kKernelAbi = 3;
+constexpr int kKernelAbi = 4;
 
 // ---------------------------------------------------------------------------
 // Workspace. Every rank of a communicator holds one, registered as a symmetric
@@ -53,7 +53,9 @@ struct Control {
   // shared tokens that they have taken to write.
   uint32_t zero_chunks;
   uint32_t token_chunks;
-  uint32_t pad1[4];
+  // Dispatch and combine calls for few tokens that are done here.
+  uint64_t few_calls;
+  uint32_t pad1[2];
 };
 static_assert(sizeof(Control) == 128, "one line for peers, one for this rank");
 
@@ -69,6 +71,12 @@ enum Phase : int32_t {
   kPhaseCombineRows = 8,
   kPhaseOverlap = 9,        // two calls at once here; seen: the other's signature
   kPhaseRankMismatch = 10,  // axis index (seen) is not the communicator's rank
+  // Calls for few tokens: `peer` has not begun this one; calls. Its rows have not
+  // come; epochs.
+  kPhaseFewDispatchPeer = 11,
+  kPhaseFewDispatchRows = 12,
+  kPhaseFewCombinePeer = 13,
+  kPhaseFewCombineRows = 14,
 };
 
 // What a wait that gave up leaves behind: in host-visible memory here, and in
@@ -92,6 +100,8 @@ constexpr int64_t kControlOffset = 0;
 constexpr int64_t kErrorsOffset = 4 * kKiB;  // ErrorRecord[kMaxRanks], by origin
 // uint64_t[kMaxRanks]: the last ring call in which that rank has read all we sent.
 constexpr int64_t kDoneOffset = 8 * kKiB;
+// uint64_t[kMaxRanks]: the last call for few tokens that that rank has begun.
+constexpr int64_t kFewFlagsOffset = 12 * kKiB;
 // uint64_t[kNumStampedStages][kMaxStampedBlocks][kMaxStamps]: when the blocks of the
 // latest call of a stage reached its phases, in ns; written by kernels compiled with
 // JAX_EP_STAMPS only, read by the tools.
@@ -138,6 +148,7 @@ constexpr int64_t kIdsOffset = 2 * kMiB;
 constexpr int64_t kIdsHalfBytes = 1 * kMiB;
 constexpr int64_t kRingOffset = 4 * kMiB;
 
+static_assert(kFewFlagsOffset + kMaxRanks * 8 <= kStampsOffset, "");
 static_assert(kStampsOffset + kStampsBytes <= kHeadOffset, "");
 static_assert(kTailOffset + kMaxChannels * kMaxRanks * 8 <= kTileCountOffset, "");
 static_assert(kTileCountOffset + kMaxTiles * kMaxExperts * 4 <= kRowBaseOffset, "");
@@ -151,17 +162,32 @@ JAX_EP_HD constexpr int64_t IdWordsPerRound(int num_ranks) {
   return kIdsHalfBytes / num_ranks / 16;
 }
 
-// Bytes of the ring that one source owns at each peer: 30 MiB up to R = 8, and
-// beyond that the share of 240 MiB that keeps the whole workspace where it is
-// (3.75 MiB at R = 64, where a peer gets 1/63 of the link).
-JAX_EP_HD constexpr int64_t RingRangeBytes(int num_ranks) {
-  return num_ranks <= 8 ? 30 * kMiB
-                        : 240 * kMiB / num_ranks / (64 * kKiB) * (64 * kKiB);
+// Slots of calls for few tokens, behind the ring: in each of two halves, used in turn,
+// one range per source rank. 256 tokens of 16.5 KiB up to R = 8; beyond, their share.
+JAX_EP_HD constexpr int64_t FewRangeBytes(int num_ranks) {
+  constexpr int64_t kRange = 4 * kMiB + 256 * kKiB;
+  return num_ranks <= 8 ? kRange : 8 * kRange / num_ranks / (64 * kKiB) * (64 * kKiB);
 }
 
-// 34 MiB at R = 1, 64 at 2, 124 at 4, 244 from 8 on.
-JAX_EP_HD constexpr int64_t WorkspaceBytes(int num_ranks) {
+// The whole workspace has at most so many bytes.
+constexpr int64_t kMaxWorkspaceBytes = 256 * kMiB;
+
+// Bytes of the ring that one source owns at each peer: 30 MiB, or from R = 7 on the
+// share of what is left (23 MiB at R = 8, 2.8 at R = 64, where a peer gets 1/63 of the
+// link).
+JAX_EP_HD constexpr int64_t RingRangeBytes(int num_ranks) {
+  const int64_t share =
+      (kMaxWorkspaceBytes - kRingOffset) / num_ranks - 2 * FewRangeBytes(num_ranks);
+  return share < 30 * kMiB ? share / (64 * kKiB) * (64 * kKiB) : 30 * kMiB;
+}
+
+JAX_EP_HD constexpr int64_t FewOffset(int num_ranks) {
   return kRingOffset + num_ranks * RingRangeBytes(num_ranks);
+}
+
+// 42.5 MiB at R = 1, 81 at 2, 158 at 4, 256 at 8.
+JAX_EP_HD constexpr int64_t WorkspaceBytes(int num_ranks) {
+  return FewOffset(num_ranks) + 2 * num_ranks * FewRangeBytes(num_ranks);
 }
 
 // ---------------------------------------------------------------------------

@@ -114,8 +114,10 @@ def workspace_bytes(num_ranks: int) -> int:
       num_ranks: R, from 1 to 64.
 
     Returns:
-      4 MiB and R ring ranges: of 30 MiB up to R = 8, beyond of `240 MiB / R` in steps
-      of 64 KiB. It does not depend on tokens or widths. CPU devices have none.
+      4 MiB, and for each rank a range of the ring, of 30 MiB, and slots for few tokens,
+      of twice 4.25 MiB; from R = 7 on less of the former, beyond 8 of both, so that it
+      all stays at 256 MiB. It does not depend on tokens or widths. CPU devices have
+      none.
 
     Raises:
       ValueError: R out of range.

@@ -299,8 +299,8 @@ TEST(many_tokens) {
   constexpr int64_t kPieces = (1 << 24) - 1;
   CHECK_EQ(MaxTokens(DispatchLaunch(132, 0, wide, 1, 8, true), 2), 100 * kPieces);
   CHECK_EQ(MaxTokens(DispatchLaunch(132, 1, wide, 1, 8, true), 2), kPieces);
-  // A ring at 64 ranks has 271 slots of 14464 bytes, 4 at least to a channel.
-  CHECK_EQ(MaxTokens(DispatchLaunch(132, 0, wide, 1, 8, true), 64), 67 * kPieces);
+  // A ring at 64 ranks has 212 slots of 14464 bytes, 4 at least to a channel.
+  CHECK_EQ(MaxTokens(DispatchLaunch(132, 0, wide, 1, 8, true), 64), 53 * kPieces);
   // Rows of three pieces.
   const LaunchDims combine = CombineLaunch(132, 7, dtypes, widths, 1, 8, false, false);
   CHECK_EQ(MaxTokens(combine, 2), 7 * (kPieces / 3));
@@ -308,6 +308,15 @@ TEST(many_tokens) {
   CHECK_EQ(status.message(), std::string("tokens per rank (=39146836) must be at most "
                                          "39146835 on 7 SMs (num_sms)."));
   CHECK_EQ(CheckPieces(combine, 2, 7 * (kPieces / 3)).ok(), true);
+  // 4.25 MiB hold 134 rows of 32 KiB and an eighth.
+  const int64_t half[] = {28672};
+  const LaunchDims few =
+      FewLaunch(132, 0, 2, FewDispatchSlot(half, 1, 8, false), kFewDispatchWarps);
+  CHECK_EQ(CheckPieces(few, 2, 136).ok(), true);
+  CHECK_EQ(
+      CheckPieces(few, 2, 137).message(),
+      std::string("tokens per rank (=137) must be at most 136 with a kernel for few "
+                  "tokens."));
 }
 
 // Stamps are read while a rank waits inside NCCL for one that is yet to come.

@@ -52,7 +52,7 @@ def _shared_memory(text: str) -> str:
 
 def _copy_sources(folder: pathlib.Path, edits: Sequence[Edit]) -> None:
     folder.mkdir(parents=True)
-    headers = ("portable", "limits", "dtypes", "workspace", "launch_shape")
+    headers = ("portable", "limits", "dtypes", "workspace", "launch_shape", "few_shape")
     for path in [*CUDA.glob("*.cu*"), *(CUDA / f"{name}.h" for name in headers)]:
         text = path.read_text()
         for edit in edits:
@@ -70,12 +70,14 @@ def _copy_sources(folder: pathlib.Path, edits: Sequence[Edit]) -> None:
 def _source(kernels: Sequence[Kernel]) -> str:
     """One translation unit with all kernels, entry points and Configs renamed."""
     lines = ['#include "cuda_shim.h"', '#include "kernels.h"', "#include <cstdlib>"]
+    lines.append('#include "few_shape.h"')
     for stage in sorted({kernel.stage for kernel in kernels}):
         lines.append(f'#include "{stage}.cuh"')
     table = []
     for i, kernel in enumerate(kernels):
-        title = kernel.stage.title()
-        entry = f"jax_ep_{kernel.stage}"
+        usual = kernel.stage.removeprefix("few_")
+        title = kernel.stage.title().replace("_", "")
+        entry = f"jax_ep_{usual}"
         macros = [(f"JAX_EP_{name}", text) for name, text in kernel.macros]
         macros += [("Config", f"Config{i}"), (entry, f"{entry}{i}")]
         lines += [f"#define {name} {text}" for name, text in macros]
@@ -83,18 +85,23 @@ def _source(kernels: Sequence[Kernel]) -> str:
         lines += [f"#undef {name}" for name, _ in macros]
         size = f"jax_ep::cuda::{title}<Config{i}>"
         dims = f"{size}::kThreads, {size}::kShape.shared_bytes"
+        if kernel.stage in ("few_dispatch", "few_combine"):
+            dims = f"{size}::kThreads, 0"
         run = f"[](const void* p) {{ {entry}{i}(*static_cast<const jax_ep::cuda::"
-        run += f"{title}Params*>(p)); }}"
-        dims = "0, 0" if kernel.stage == "layout" else dims
-        table.append(f'{{"{kernel_name(kernel)}", "{kernel.stage}", {run}, {dims}}},')
+        run += f"{usual.title()}Params*>(p)); }}"
+        dims = "0, 0" if usual == "layout" else dims
+        is_few = str(kernel.stage != usual).lower()
+        table.append(
+            f'{{"{kernel_name(kernel)}", "{usual}", {is_few}, {run}, {dims}}},'
+        )
     lines.append("const emu::Kernel kTable[] = {")
     lines += [*table, "};", "const emu::Kernel* FindKernel(const std::string& name) {"]
     lines += ["for (const emu::Kernel& k : kTable) if (name == k.name) return &k;"]
     lines += ["std::abort();", "}"]
-    lines += [
-        "jax_ep::cuda::LaunchDims LayoutDims(int blocks, int ranks, int experts) {"
-    ]
-    lines += ["return jax_ep::cuda::LayoutLaunch(blocks, blocks, ranks, experts);", "}"]
+    dims = "jax_ep::cuda::LaunchDims"
+    lines += [f"{dims} LayoutDims(bool few, int blocks, int ranks, int experts) {{"]
+    lines += ["return few ? jax_ep::cuda::FewLayoutLaunch(ranks, experts)"]
+    lines += [": jax_ep::cuda::LayoutLaunch(blocks, blocks, ranks, experts);", "}"]
     lines.append("")
     return "\n".join(lines)
 

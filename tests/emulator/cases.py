@@ -184,8 +184,10 @@ class Case:
 
     # --- what the file has ----------------------------------------------------------
 
-    def _step(self, kernel, *, stalled: int | None = None) -> bool:
+    def _step(self, kernel, *, few=False, stalled: int | None = None) -> bool:
         """Whether the step fails, since the rank `stalled` never launches it."""
+        if few:
+            kernel = kernels.for_few(kernel)
         self.kernels.append(kernel)
         self._lines.append(f"step {kernel_name(kernel)} {self.num_blocks}")
         if stalled is not None:

@@ -153,6 +153,9 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 struct int2 {
   int x, y;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct alignas(16) int4 {
   int x, y, z, w;
 };
@@ -163,6 +166,7 @@ struct float2 {
   float x, y;
 };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return {x, y, z, w};

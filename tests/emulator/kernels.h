@@ -8,8 +8,9 @@
 #include "launch_shape.h"
 #include "machine.h"
 
-// LayoutLaunch, as the kernels of this build have it.
-jax_ep::cuda::LaunchDims LayoutDims(int blocks, int num_ranks, int num_experts);
+// LayoutLaunch or FewLayoutLaunch, as the kernels of this build have it.
+jax_ep::cuda::LaunchDims LayoutDims(bool few, int blocks, int num_ranks,
+                                    int num_experts);
 
 // Ends the process if there is none of that name.
 const emu::Kernel* FindKernel(const std::string& name);

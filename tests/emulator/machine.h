@@ -24,7 +24,8 @@ struct Warp;
 
 struct Kernel {
   const char* name;
-  const char* stage;
+  const char* stage;  // whose parameters it has
+  bool few;           // one for few tokens
   void (*run)(const void* params);
   int threads;       // 0: of launch_shape.h, from the case
   int shared_bytes;  // likewise

@@ -287,7 +287,7 @@ std::string RunSeed(Case& test, uint64_t seed, bool independent) {
       launch.shared_bytes = kernel->shared_bytes;
       if (std::string(kernel->stage) == "layout") {
         const LaunchDims dims =
-            LayoutDims(step.blocks, test.ranks,
+            LayoutDims(kernel->few, step.blocks, test.ranks,
                        static_cast<int>(step.values[rank].at("num_experts")));
         launch.blocks = dims.blocks;
         launch.threads = dims.threads;
