@@ -36,7 +36,7 @@ def test_gpus_in_order():
         "domains": "1 of 2 here: an axis over several such machines takes "
         "domain_size=2, unless NVLink joins the machines too",
         "memory": "140 GiB each; XLA takes 75%, 35.0 GiB stay for a workspace of "
-        "64 MiB, CUDA and NCCL",
+        "81 MiB, CUDA and NCCL",
     }
 
 
@@ -119,7 +119,7 @@ def test_no_memory_for_the_workspace():
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9999"}
     assert line(look(environment), "memory") == (
         "problem",
-        "140 GiB each; XLA takes 99.99%, 0.0 GiB stay for a workspace of 64 MiB, CUDA "
+        "140 GiB each; XLA takes 99.99%, 0.0 GiB stay for a workspace of 81 MiB, CUDA "
         "and NCCL",
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.75, or XLA_PYTHON_CLIENT_PREALLOCATE=false",
     )

@@ -67,7 +67,8 @@ def handle():
     return {
         field.name: run.by_rank(getattr(made, field.name))
         for field in dataclasses.fields(made)
-        if field.metadata.get("static") is None
+        # `hop` is None: one domain.
+        if isinstance(getattr(made, field.name), jax.Array)
     }
 
 
