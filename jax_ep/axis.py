@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -138,7 +139,9 @@ def axis_label(names: tuple[str, ...]) -> str:
 
 def like(aval, shape, dtype):
     """A type that varies as `aval` does, of another shape and dtype, unsharded."""
-    changes = dict(shape=tuple(shape), dtype=jax.numpy.dtype(dtype), weak_type=False)
+    changes: dict[str, Any] = dict(
+        shape=tuple(shape), dtype=jax.numpy.dtype(dtype), weak_type=False
+    )
     if len(shape) != aval.ndim:
         spec = jax.sharding.PartitionSpec(*[None] * len(shape))
         changes["sharding"] = jax.sharding.NamedSharding(aval.sharding.mesh, spec)

@@ -271,7 +271,7 @@ def to_bits(x: jax.Array, wire: BlockScaled) -> tuple[jax.Array, jax.Array]:
 
 def from_bits(values, scales, carrier, wire: BlockScaled) -> Quantized:
     """The inverse of `to_bits`; `carrier` is what a derivative flows to."""
-    values, scales = _guarded(wire, values, scales, carrier)
+    values, scales = tuple(_guarded(wire, values, scales, carrier))
     return Quantized(values, scales, carrier, wire, carrier.dtype.name)
 
 

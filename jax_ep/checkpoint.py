@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,5 +112,5 @@ def _tensor(file: Path, data: np.ndarray, name: str, entry: Any) -> np.ndarray:
     return data[begin:end].view(dtype).reshape(shape)
 
 
-def _refuse(file: Path, rule: str) -> None:
+def _refuse(file: Path, rule: str) -> NoReturn:
     raise ValueError(f"jax_ep.load_safetensors: path (={str(file)!r}) {rule}.")

@@ -110,7 +110,7 @@ def dispatch(
             from_bits(*leaf, rows_wire) if isinstance(leaf, tuple) else leaf
             for leaf in recv
         ]
-    return checkpoint_name((restore(recv), recv_weights), "jax_ep_recv")
+    return checkpoint_name((restore(tuple(recv)), recv_weights), "jax_ep_recv")
 
 
 # dx[t] = sum_k d_recv[slot[t, k]],  d_weights[t, k] = d_recv_weights[slot[t, k]]

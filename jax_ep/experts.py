@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def experts(
     return dot(hidden.astype(dtype), params.down_proj, params.down_bias)
 
 
-def weights_of_rows(config: MoEConfig, recv_x: jax.Array, recv_weights: jax.Array):
+def weights_of_rows(config: MoEConfig, recv_x: jax.Array, recv_weights: Any):
     """Where a layer's router weights multiply its rows.
 
     Args:

@@ -256,7 +256,7 @@ def dispatch_layout(
     arrays, hop = vary_alike(axis.names, (arrays, hop))
     handle = Handle(
         *arrays,
-        hop,
+        hop=hop,
         exchange=exchange,
         num_ranks=axis.num_ranks,
         capacity=rows,

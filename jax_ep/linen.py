@@ -173,7 +173,7 @@ class MoE(nn.Module):
         )
         self.put_variable("moe_state", "selection_bias", bias)
         if loads is not None:
-            loads.value = following
+            self.put_variable("moe_state", "selection_load", following)
 
     def _parameter(self, name: str, info: ParamInfo, spec, names) -> jax.Array:
         """The parameter's array, without the sharding constraint of its box.

@@ -119,6 +119,13 @@ def _routed_experts(params, x, weights, handle, bias, *, config, matmul, tensor)
     """Dispatch, experts, combine: what `in_rounds` may repeat."""
     recv_x, recv_weights = dispatch(tensor.mine(x), handle, weights)
     rows, early, late = weights_of_rows(config, tensor.gathered(recv_x), recv_weights)
-    given = dict(activation=config.activation, recv_weights=early, matmul=matmul)
-    y = tensor.summed(experts(rows, handle, params, **given))
+    y = experts(
+        rows,
+        handle,
+        params,
+        activation=config.activation,
+        recv_weights=early,
+        matmul=matmul,
+    )
+    y = tensor.summed(y)
     return tensor.whole(combine(y, handle, weights=late, bias=tensor.mine(bias)))

@@ -231,13 +231,13 @@ class MoE(nnx.Module):
         )
 
     def _update_selection_bias(self, expert_load: jax.Array) -> None:
-        loads = self.selection_load
+        loads, bias_of_layer = self.selection_load, getattr(self, "selection_bias")  # noqa: B009
         bias, following = next_selection_bias(
-            self.selection_bias[...],
+            bias_of_layer[...],
             None if loads is None else loads.get_value(),
             expert_load,
             self.config,
         )
-        self.selection_bias[...] = bias
+        bias_of_layer[...] = bias
         if loads is not None:
             loads.set_value(following)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import dequantize
+from jax_ep import stored_formats
 from jax_ep.config import MoEConfig
 from jax_ep.hf_models import Names, check_fields, names_of
 from jax_ep.params import MoEParams, param_info
@@ -62,7 +62,7 @@ def load_hf_moe_layer(
     for name, shape in list(shapes.items()):
         scale = f"{name}_scale_inv"
         if scale in block:
-            blocks = [-(-size // dequantize.FP8_BLOCK) for size in shape[-2:]]
+            blocks = [-(-size // stored_formats.FP8_BLOCK) for size in shape[-2:]]
             shapes[scale] = (*shape[:-2], *blocks)
     _refuse_names(op, "missing", [prefix + n for n in shapes if n not in block])
     _refuse_names(op, "left over", [block[n] for n in block if n not in shapes])
@@ -79,9 +79,11 @@ def load_hf_moe_layer(
     def weight(name: str) -> np.ndarray:
         if f"{name}_blocks" in shapes:
             blocks, scales = read(f"{name}_blocks"), read(f"{name}_scales")
-            array = dequantize.from_mxfp4(blocks, scales).swapaxes(1, 2)
+            array = stored_formats.from_mxfp4(blocks, scales).swapaxes(1, 2)
         elif f"{name}_scale_inv" in shapes:
-            array = dequantize.from_fp8_blocks(read(name), read(f"{name}_scale_inv"))
+            array = stored_formats.from_fp8_blocks(
+                read(name), read(f"{name}_scale_inv")
+            )
             array = array.astype(jnp.bfloat16 if dtype is None else dtype)
         else:
             array = read(name)
@@ -212,8 +214,8 @@ def _shapes(
         yield f"{names.router}.e_score_correction_bias", (e,)
     if names.interleaved:
         if spelling == _MXFP4:
-            groups = h // dequantize.MXFP4_BLOCK, f // dequantize.MXFP4_BLOCK
-            bytes_each = dequantize.MXFP4_BLOCK // 2
+            groups = h // stored_formats.MXFP4_BLOCK, f // stored_formats.MXFP4_BLOCK
+            bytes_each = stored_formats.MXFP4_BLOCK // 2
             yield "experts.gate_up_proj_blocks", (e, 2 * f, groups[0], bytes_each)
             yield "experts.gate_up_proj_scales", (e, 2 * f, groups[0])
             yield "experts.down_proj_blocks", (e, h, groups[1], bytes_each)

@@ -172,6 +172,7 @@ def sharded_moe(
     # An Auto axis that a vmap maps over (spmd_axis_name) is known by this error alone.
     # A custom_vjp then gives what is not mapped a cotangent that varies over it, which
     # check_vma refuses; without, shard_map adds up over all axes by itself.
+    last = ValueError()
     for taken in ((), *((name,) for name in data_names)):
         try:
             rest = tuple(name for name in data_names if name not in taken)
@@ -252,13 +253,13 @@ def _local(
 
 
 @functools.lru_cache(maxsize=256)
-def _sharded(static, mesh, split, specs, check_vma):
+def _sharded(static: Any, mesh, split, specs, check_vma):
     """The jitted shard_map, made once, so that a call outside of jit compiles once."""
     _, expert_names, data_names, tensor_names, _, keep_topk_idx, _ = static
     # Other axes than these are gathered by JAX at the border of the shard_map.
     known = expert_names + data_names + tensor_names
     specs = jax.tree.map(lambda spec: keep_axes(spec, known), specs)
-    local = _local(*static, specs)
+    local = _local(*static, specs=specs)
     if mesh.empty:
         return jax.jit(local)
 
@@ -301,6 +302,7 @@ def _sharded(static, mesh, split, specs, check_vma):
             (out,) = _reshard((out,), (P(),), mesh)
             out = out[real]
             if keep_topk_idx:
+                kept: Any
                 (kept,) = _reshard((stats.topk_idx,), (P(),), mesh)
                 stats = dataclasses.replace(stats, topk_idx=kept[real])
         if not given.mesh.empty:

@@ -201,7 +201,9 @@ def combine(
     which starts at +0, adds the domains by ascending number and the bias last, in
     float32, and rounds once.
     """
-    told = dict(weights=weights, row_values=row_values, wire_f32=wire_f32)
+    told: dict[str, Any] = dict(
+        weights=weights, row_values=row_values, wire_f32=wire_f32
+    )
     if handle.hop is None:
         return ffi.combine(call, handle, leaves, bias=bias, **told)
     dtypes = [leaf.dtype for leaf in leaves]
@@ -240,7 +242,7 @@ def combine(
 
 def inner_call(call: ffi.Call) -> ffi.Call:
     """The call of hop 2, over one domain and its experts."""
-    size = call.exchange.domain_size
+    size = call.exchange.domain_size or call.axis.num_ranks
     num_domains = call.axis.num_ranks // size
     exchange = dataclasses.replace(
         call.exchange, num_experts=call.exchange.num_experts // num_domains
@@ -252,7 +254,8 @@ def to_rails(call: ffi.Call, rows: jax.Array) -> jax.Array:
     """`[D, ...]` by destination domain to `[D, ...]` by source domain, on one rail."""
     if not rows.size:
         return rows
-    size, num_ranks = call.exchange.domain_size, call.axis.num_ranks
+    num_ranks = call.axis.num_ranks
+    size = call.exchange.domain_size or num_ranks
     rails = tuple(tuple(range(rail, num_ranks, size)) for rail in range(size))
     return _rails_p.bind(rows, axis_name=call.axis.names, rails=rails)
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import CPU_FFI
 
 import jax_ep
-from jax_ep import dequantize
+from jax_ep import stored_formats
 from jax_ep.hf_models import hf_moe_config
 from jax_ep.pretrained import export_hf_moe_layer, load_hf_moe_layer
 
@@ -289,7 +289,7 @@ def test_mxfp4_is_theirs():
     want = mxfp4.convert_moe_packed_tensors(
         torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
     ).numpy()
-    got = dequantize.from_mxfp4(blocks, scales).astype(np.float32)
+    got = stored_formats.from_mxfp4(blocks, scales).astype(np.float32)
     # Theirs comes transposed, [..., in, out].
     want = want if want.shape == got.shape else want.swapaxes(1, 2)
     np.testing.assert_array_equal(got, want)

@@ -168,7 +168,7 @@ def fails(call: Call, message: str) -> None:
             "abi_version",
             np.int64(7),
             "abi_version (=7) of the program must be that of the installed jax_ep "
-            "(=3); compile or export it again.",
+            "(=4); compile or export it again.",
         ),
         ("num_ranks", np.int64(0), "num_ranks (=0) must be in [1, 64]."),
         ("num_ranks", np.int64(-4), "num_ranks (=-4) must be in [1, 64]."),

@@ -107,7 +107,8 @@ def worker(process: int, port: int, case: str) -> None:
         except NotImplementedError as error:
             assert str(error) == (
                 "jax_ep: implementation='ffi' needs CPU devices of one process, or "
-                "CUDA; lowering for ('cpu',) over 2 processes."
+                "CUDA, and at most 64 ranks; lowering for ('cpu',) over 2 processes "
+                "with 4 ranks."
             ), error
         else:
             raise AssertionError("lowered")

@@ -65,7 +65,7 @@ def test_numbers_of_the_benchmark():
     assert exchanges["dispatch"]["sms"] == 28
     assert found["memory"]["receive_rows"] == 81920
     assert found["memory"]["receive"] == 81920 * (14336 + 4)
-    assert found["memory"]["workspace"] == 124 * 2**20
+    assert found["memory"]["workspace"] == 158 * 2**20
     assert found["memory"]["expert_weights"] is None
     assert found["notes"] == []
 

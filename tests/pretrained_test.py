@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import dequantize, hf_models, pretrained
+from jax_ep import hf_models, pretrained, stored_formats
 from jax_ep.checkpoint import load_safetensors
 from jax_ep.config import MoEConfig
 from jax_ep.hf_models import MODEL_TYPES, hf_moe_config
@@ -353,7 +353,7 @@ def test_fp8_blocks():
     random = np.random.default_rng(0)
     weight = random.normal(size=(200, 300)).astype(jnp.float8_e4m3fn)
     scale = random.random((2, 3)).astype(np.float32)
-    got = dequantize.from_fp8_blocks(weight, scale)
+    got = stored_formats.from_fp8_blocks(weight, scale)
     for row, column in ((0, 0), (127, 128), (128, 255), (199, 299)):
         want = np.float32(weight[row, column]) * scale[row // 128, column // 128]
         assert got[row, column] == want
@@ -394,7 +394,9 @@ def test_mxfp4():
     blocks = np.zeros((1, 16), np.uint8)
     blocks[0, 0] = 0xF3
     blocks[0, 15] = 0x90
-    got = dequantize.from_mxfp4(blocks, np.array([130], np.uint8)).astype(np.float32)
+    got = stored_formats.from_mxfp4(blocks, np.array([130], np.uint8)).astype(
+        np.float32
+    )
     want = np.zeros(32, np.float32)
     want[[0, 1, 31]] = 12, -48, -4
     np.testing.assert_array_equal(got, want)
@@ -410,7 +412,7 @@ def test_mxfp4():
     for name, rows, groups in (("gate_up_proj", 64, 2), ("down_proj", 64, 1)):
         blocks = random.integers(0, 256, (2, rows, groups, 16)).astype(np.uint8)
         scales = random.integers(120, 130, (2, rows, groups)).astype(np.uint8)
-        plain[name] = dequantize.from_mxfp4(blocks, scales)  # [E, out, in]
+        plain[name] = stored_formats.from_mxfp4(blocks, scales)  # [E, out, in]
         del tensors[f"b.experts.{name}"]
         tensors[f"b.experts.{name}_blocks"] = blocks
         tensors[f"b.experts.{name}_scales"] = scales

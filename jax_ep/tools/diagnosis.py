@@ -241,7 +241,7 @@ def _with_floors(measurement: Measurement):
 def _is_latency(measurement: Measurement) -> bool:
     exchanges = _with_floors(measurement)
     return bool(exchanges) and all(
-        each.floor_seconds < min(LATENCY_FLOOR, LATENCY_SHARE * each.seconds)
+        (each.floor_seconds or 0) < min(LATENCY_FLOOR, LATENCY_SHARE * each.seconds)
         for each in exchanges
     )
 
