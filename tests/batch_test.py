@@ -19,6 +19,8 @@ import jax_ep
 import jax_ep.linen
 import jax_ep.nnx
 
+pytestmark = pytest.mark.slow
+
 CONFIG = jax_ep.MoEConfig(
     num_experts=8,
     num_experts_per_tok=2,

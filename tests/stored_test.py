@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep.params import names_of, param_info
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(data=2, expert=2, tensor=2)
 TOKENS = P(("data", "expert"))
 CONFIG = jax_ep.MoEConfig(

@@ -13,6 +13,8 @@ from stored_test import CONFIG, PARTED, SIZES, TOKENS
 
 import jax_ep
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = dict(capacity_factor=0.5, dropless_fallback=True)
 
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
+pytestmark = pytest.mark.slow
+
 CONFIG = jax_ep.MoEConfig(
     num_experts=4,
     num_experts_per_tok=2,
