@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ffi/cuda/dtypes.h"
+#include "ffi/cuda/few_shape.h"
 #include "ffi/cuda/limits.h"
 #include "ffi/cuda/workspace.h"
 #include "ffi/host/handlers.h"
@@ -86,6 +87,25 @@ int64_t WorkspaceBytes(int num_ranks) {
   return cuda::WorkspaceBytes(num_ranks);
 }
 
+// The most tokens per rank of a dispatch or combine with a kernel for few tokens. What
+// a kernel for them cannot be for (a row too wide for its slots) has none.
+int64_t FewDispatchTokens(const std::vector<int64_t>& leaf_bytes, int num_topk,
+                          bool has_weights, int num_ranks) {
+  return cuda::MaxFewTokens(
+      cuda::FewDispatchSlot(leaf_bytes.data(), static_cast<int>(leaf_bytes.size()),
+                            num_topk, has_weights),
+      num_ranks);
+}
+
+int64_t FewCombineTokens(const std::vector<int32_t>& leaf_dtypes,
+                         const std::vector<int64_t>& leaf_widths, int num_topk,
+                         bool wire_f32, bool has_row_values, int num_ranks) {
+  return cuda::MaxFewTokens(cuda::FewCombineSlot(leaf_dtypes.data(), leaf_widths.data(),
+                                                 static_cast<int>(leaf_widths.size()),
+                                                 num_topk, wire_f32, has_row_values),
+                            num_ranks);
+}
+
 std::string CheckError() {
 #if JAX_EP_HAS_CUDA
   return cuda::CheckError();
@@ -126,6 +146,13 @@ NB_MODULE(_ffi, m) {
   m.def("take_stamps", &TakeStamps,
         "Of the stamped calls since the last time: stage, rank, device, names of the "
         "phases, and their times, flat, in ns.");
+  m.def("is_few_ids", &cuda::IsFewIds,
+        "Whether a layout of so many ids per rank, over ranks and experts, is one for "
+        "few tokens.");
+  m.def("few_dispatch_tokens", &FewDispatchTokens,
+        "The most tokens per rank of a dispatch for few tokens.");
+  m.def("few_combine_tokens", &FewCombineTokens,
+        "The most tokens per rank of a combine for few tokens.");
   m.def("workspace_bytes", &WorkspaceBytes,
         "Bytes of GPU memory that the exchanges of `num_ranks` ranks keep on each.");
   m.attr("limits") = Limits();

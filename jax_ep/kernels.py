@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep import _ffi, few, nvrtc
+from jax_ep import _ffi, nvrtc
 
 # Compiled for where there is no GPU to ask: Hopper and Blackwell.
 DEFAULT_ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -51,7 +51,7 @@ def layout_kernel() -> Kernel:
 
 
 def for_few(kernel: Kernel) -> Kernel:
-    """The kernel of the same stage for few tokens; see `few.py`."""
+    """The kernel of the same stage for few tokens; see `few_shape.h`."""
     return dataclasses.replace(kernel, stage=f"few_{kernel.stage}")
 
 
@@ -196,7 +196,7 @@ def _kernel(stage: str, **macros: Any) -> Kernel:
 
 def _layout_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
     tokens, num_topk = operands.topk_idx.shape
-    is_few = few.is_few_ids(
+    is_few = _ffi.is_few_ids(
         tokens * num_topk, int(params["num_ranks"]), int(params["num_experts"])
     )
     return layout_kernel(), dict(few=np.bool_(is_few))
@@ -213,9 +213,11 @@ def _dispatch_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
         leaf_bytes=leaf_bytes,
         has_weights=params["has_weights"],
     )
-    slot_bytes = few.dispatch_slot_bytes(leaf_bytes, num_topk, params["has_weights"])
+    most = _ffi.few_dispatch_tokens(
+        leaf_bytes, num_topk, bool(params["has_weights"]), int(params["num_ranks"])
+    )
     return kernel, dict(
-        few=_is_few(params, operands, slot_bytes),
+        few=np.bool_(operands.slot.shape[0] <= most),
         num_topk=np.int64(num_topk),
         leaf_bytes=np.array(leaf_bytes, np.int64),
     )
@@ -235,20 +237,21 @@ def _combine_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
         leaf_widths=widths,
         **{flag: params[flag] for flag in flags},
     )
-    items = [4 if params["wire_f32"] else jnp.dtype(y.dtype).itemsize for y in leaves]
-    wire_bytes = [width * item for width, item in zip(widths, items, strict=True)]
-    slot_bytes = few.combine_slot_bytes(wire_bytes, num_topk, params["has_row_values"])
+    numbers = [_LEAF_DTYPES[dtype] for dtype in dtypes]
+    most = _ffi.few_combine_tokens(
+        numbers,
+        widths,
+        num_topk,
+        bool(params["wire_f32"]),
+        bool(params["has_row_values"]),
+        int(params["num_ranks"]),
+    )
     return kernel, dict(
-        few=_is_few(params, operands, slot_bytes),
+        few=np.bool_(operands.slot.shape[0] <= most),
         num_topk=np.int64(num_topk),
-        leaf_dtypes=np.array([_LEAF_DTYPES[dtype] for dtype in dtypes], np.int32),
+        leaf_dtypes=np.array(numbers, np.int32),
         leaf_widths=np.array(widths, np.int64),
     )
-
-
-def _is_few(params, operands, slot_bytes: int) -> np.bool_:
-    tokens = operands.slot.shape[0]
-    return np.bool_(few.is_few_tokens(tokens, slot_bytes, int(params["num_ranks"])))
 
 
 def _check_leaves(op: str, leaves: Sequence[Any]) -> None:

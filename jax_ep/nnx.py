@@ -100,6 +100,8 @@ class MoE(nnx.Module):
     16
     """
 
+    selection_bias: SelectionBias
+
     def __init__(
         self,
         config: MoEConfig,
@@ -231,13 +233,13 @@ class MoE(nnx.Module):
         )
 
     def _update_selection_bias(self, expert_load: jax.Array) -> None:
-        loads, bias_of_layer = self.selection_load, getattr(self, "selection_bias")  # noqa: B009
+        loads = self.selection_load
         bias, following = next_selection_bias(
-            bias_of_layer[...],
+            self.selection_bias[...],
             None if loads is None else loads.get_value(),
             expert_load,
             self.config,
         )
-        bias_of_layer[...] = bias
+        self.selection_bias[...] = bias
         if loads is not None:
             loads.set_value(following)

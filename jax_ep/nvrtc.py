@@ -186,7 +186,7 @@ def _key(source: str, includes: Mapping[str, str], arch: str) -> str:
 
 def _from_disk(name, key, source, includes, arch) -> Cubin:
     folder = cache_folder()
-    if folder is not None and (reason := _not_private(folder)):
+    if folder is not None and (reason := not_private(folder)):
         _warn_no_cache(str(folder), reason)
         folder = None
     path = folder / f"{name}-{arch}-{key[:32]}.cubin" if folder else None
@@ -199,7 +199,7 @@ def _from_disk(name, key, source, includes, arch) -> Cubin:
     cubin = Cubin(image, hashlib.sha256(image).hexdigest())
     if path is not None:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent)
             # The text first: whoever finds a cubin finds what it was made from.
             _write(path.with_suffix(".cu"), _flat_text(source, includes).encode())
             _write(path, image + cubin.sha256.encode())
@@ -208,7 +208,12 @@ def _from_disk(name, key, source, includes, arch) -> Cubin:
     return cubin
 
 
-def _not_private(folder: pathlib.Path) -> str:
+def make_folder(folder: pathlib.Path) -> None:
+    """Makes a cache folder, its owner's alone, where there is none."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def not_private(folder: pathlib.Path) -> str:
     """Why a folder is no place for code that will run, or "" (also if it is not there).
 
     A cubin's digest stands beside it, so whoever may write there decides what runs.

@@ -267,6 +267,15 @@ def test_a_cache_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     )
 
 
+def test_a_cache_folder_that_others_may_write_to(tmp_path):
+    """What the compiler refuses to use is no healthy cache."""
+    tmp_path.chmod(0o777)
+    found = kernels.check_cache(True, tmp_path)
+    assert found.state == "problem"
+    assert found.found.startswith(f"{tmp_path} is not used: ")
+    assert "write" in found.found
+
+
 def test_a_read_only_cache_folder(tmp_path, monkeypatch):
     error = OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
     monkeypatch.setattr(kernels.tempfile, "NamedTemporaryFile", raises(error))

@@ -117,17 +117,29 @@ def test_layout_in_rounds_with_ids_in_recv_slot(machine, tmp_path):
 # --- dispatch --------------------------------------------------------------------
 
 
-def dispatch_cases() -> dict[str, Case]:
+DISPATCH = {
+    "pieces": (2, 2, 40, 2, [1600], True, None),
+    # Bulk copies alone: no fence for a warp's own stores is in the way.
+    "plain": (2, 2, 40, 3, [1600], False, None),
+    "leaves": (3, 2, 17, 4, [96, 7, 40, 2], True, None),
+    "odd_rows": (2, 3, 25, 3, [334], False, 40),
+    "many_topk": (2, 1, 3, 32, [64], True, 70),
+    "one_rank": (1, 2, 20, 2, [48, 6], True, None),
+}
+
+
+def dispatch_cases(specs: dict = DISPATCH, few: bool = False) -> dict[str, Case]:
+    """Cases of `specs`: ranks, blocks, T, K, bytes of rows, weights, capacity."""
     cases = {}
-    for name, (ranks, blocks, tokens, topk, row_bytes, weighted, capacity) in {
-        "pieces": (2, 2, 40, 2, [1600], True, None),
-        # Bulk copies alone: no fence for a warp's own stores is in the way.
-        "plain": (2, 2, 40, 3, [1600], False, None),
-        "leaves": (3, 2, 17, 4, [96, 7, 40, 2], True, None),
-        "odd_rows": (2, 3, 25, 3, [334], False, 40),
-        "many_topk": (2, 1, 3, 32, [64], True, 70),
-        "one_rank": (1, 2, 20, 2, [48, 6], True, None),
-    }.items():
+    for name, (
+        ranks,
+        blocks,
+        tokens,
+        topk,
+        row_bytes,
+        weighted,
+        capacity,
+    ) in specs.items():
         r = rng(len(cases))
         case = cases[name] = Case(ranks, blocks)
         for silent in ([], [ranks - 1], []):
@@ -138,7 +150,7 @@ def dispatch_cases() -> dict[str, Case]:
                 for width in row_bytes
             ]
             weights = values(r, ids.shape, "float32") if weighted else None
-            case.dispatch(handle, leaves, weights)
+            case.dispatch(handle, leaves, weights, few=few)
     return cases
 
 
@@ -160,17 +172,21 @@ def test_dispatch_with_shared_tokens(machine, tmp_path):
 # --- combine ---------------------------------------------------------------------
 
 
-def combine_cases() -> dict[str, Case]:
+COMBINE = {
+    "pieces": (2, 2, 16, 2, [("float32", 200)], None, ["row_values"]),
+    # A row is more pieces than a ring has slots.
+    "row_beyond_ring": (3, 2, 5, 4, [("float32", 390)], None, ["weights"]),
+    "leaves": (2, 3, 15, 4, [("bfloat16", 40), ("float16", 7), ("float32", 3)])
+    + (None, ["weights", "row_values", "bias"]),
+    "wire_f32": (3, 1, 9, 3, [("bfloat16", 72)], 12, ["wire_f32", "bias"]),
+    "many_topk": (2, 1, 3, 32, [("float16", 64)], 60, ["weights", "row_values"]),
+}
+
+
+def combine_cases(specs: dict = COMBINE, few: bool = False) -> dict[str, Case]:
+    """Cases of `specs`: ranks, blocks, T, K, leaves, capacity, flags."""
     cases = {}
-    for name, (ranks, blocks, tokens, topk, leaves, capacity, flags) in {
-        "pieces": (2, 2, 16, 2, [("float32", 200)], None, ["row_values"]),
-        # A row is more pieces than a ring has slots.
-        "row_beyond_ring": (3, 2, 5, 4, [("float32", 390)], None, ["weights"]),
-        "leaves": (2, 3, 15, 4, [("bfloat16", 40), ("float16", 7), ("float32", 3)])
-        + (None, ["weights", "row_values", "bias"]),
-        "wire_f32": (3, 1, 9, 3, [("bfloat16", 72)], 12, ["wire_f32", "bias"]),
-        "many_topk": (2, 1, 3, 32, [("float16", 64)], 60, ["weights", "row_values"]),
-    }.items():
+    for name, (ranks, blocks, tokens, topk, leaves, capacity, flags) in specs.items():
         r = rng(len(cases))
         case = cases[name] = Case(ranks, blocks)
         for silent in ([], [ranks - 1], []):
@@ -185,7 +201,7 @@ def combine_cases() -> dict[str, Case]:
                     values(r, (ranks, tokens, width), dtype) for dtype, width in leaves
                 ]
             y = [values(r, (*rows, width), dtype) for dtype, width in leaves]
-            case.combine(handle, y, **options)
+            case.combine(handle, y, **options, few=few)
     return cases
 
 

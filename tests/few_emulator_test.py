@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from emulator.build import Edit
 from emulator.cases import Case, random_ids, values
-from emulator_test import FEW_WARPS, check, machine, pytestmark, rng, run  # noqa: F401
+from emulator_test import (  # noqa: F401
+    FEW_WARPS,
+    check,
+    combine_cases,
+    dispatch_cases,
+    machine,
+    pytestmark,
+    rng,
+    run,
+)
 
 # Phases of workspace.h.
 LAYOUT_IDS, DISPATCH, COMBINE = {1}, {11, 12}, {13, 14}
@@ -53,65 +62,37 @@ def test_layout(machine, tmp_path):  # noqa: F811
     check(machine, tmp_path, layout_cases(), edits=SMALL)
 
 
-def dispatch_cases() -> dict[str, Case]:
-    cases = {}
-    for name, (ranks, blocks, tokens, topk, row_bytes, weighted, capacity) in {
-        "tiles": (2, 2, 12, 2, [2500], True, None),
-        "leaves": (3, 2, 7, 4, [96, 7, 40, 2, 1200], True, None),
-        "odd_rows": (4, 3, 9, 3, [334], False, 40),
-        "many_topk": (2, 1, 3, 32, [64], True, 70),
-        "one_rank": (1, 2, 10, 2, [48, 6], True, None),
-        "eight_ranks": (8, 1, 2, 3, [48], False, None),
-    }.items():
-        r = rng(len(cases))
-        case = cases[name] = Case(ranks, blocks)
-        for silent in ([], [ranks - 1], []):
-            ids = random_ids(r, (ranks, tokens, topk), 2 * ranks, 0.2, silent=silent)
-            handle = case.handle(ids, 2 * ranks, capacity, 4)
-            leaves = [
-                r.integers(0, 256, (ranks, tokens, width), np.uint8)
-                for width in row_bytes
-            ]
-            weights = values(r, ids.shape, "float32") if weighted else None
-            case.dispatch(handle, leaves, weights, few=True)
-    return cases
+FEW_DISPATCH = {
+    "tiles": (2, 2, 12, 2, [2500], True, None),
+    "leaves": (3, 2, 7, 4, [96, 7, 40, 2, 1200], True, None),
+    "odd_rows": (4, 3, 9, 3, [334], False, 40),
+    "many_topk": (2, 1, 3, 32, [64], True, 70),
+    "one_rank": (1, 2, 10, 2, [48, 6], True, None),
+    "eight_ranks": (8, 1, 2, 3, [48], False, None),
+}
+
+
+def few_dispatch_cases() -> dict[str, Case]:
+    return dispatch_cases(FEW_DISPATCH, few=True)
 
 
 def test_dispatch(machine, tmp_path):  # noqa: F811
-    check(machine, tmp_path, dispatch_cases(), edits=SMALL)
+    check(machine, tmp_path, few_dispatch_cases(), edits=SMALL)
 
 
-def combine_cases() -> dict[str, Case]:
-    cases = {}
-    for name, (ranks, blocks, tokens, topk, leaves, capacity, flags) in {
-        "tiles": (2, 2, 8, 2, [("float32", 600)], None, ["row_values"]),
-        "leaves": (2, 3, 7, 4, [("bfloat16", 40), ("float16", 7), ("float32", 3)])
-        + (None, ["weights", "row_values", "bias"]),
-        "wire_f32": (3, 1, 5, 3, [("bfloat16", 72), ("float16", 9)])
-        + (12, ["wire_f32", "bias"]),
-        "many_topk": (2, 1, 3, 32, [("float16", 64)], 60, ["weights", "row_values"]),
-        "four_ranks": (4, 2, 5, 4, [("bfloat16", 264)], None, []),
-    }.items():
-        r = rng(len(cases))
-        case = cases[name] = Case(ranks, blocks)
-        for silent in ([], [ranks - 1], []):
-            ids = random_ids(r, (ranks, tokens, topk), 2 * ranks, 0.2, silent=silent)
-            handle = case.handle(ids, 2 * ranks, capacity, 2)
-            rows = (ranks, handle.layout.capacity)
-            options = {"wire_f32": "wire_f32" in flags}
-            for option in {"weights", "row_values"} & set(flags):
-                options[option] = values(r, rows, "float32")
-            if "bias" in flags:
-                options["bias"] = [
-                    values(r, (ranks, tokens, width), dtype) for dtype, width in leaves
-                ]
-            y = [values(r, (*rows, width), dtype) for dtype, width in leaves]
-            case.combine(handle, y, **options, few=True)
-    return cases
+FEW_COMBINE = {
+    "tiles": (2, 2, 8, 2, [("float32", 600)], None, ["row_values"]),
+    "leaves": (2, 3, 7, 4, [("bfloat16", 40), ("float16", 7), ("float32", 3)])
+    + (None, ["weights", "row_values", "bias"]),
+    "wire_f32": (3, 1, 5, 3, [("bfloat16", 72), ("float16", 9)])
+    + (12, ["wire_f32", "bias"]),
+    "many_topk": (2, 1, 3, 32, [("float16", 64)], 60, ["weights", "row_values"]),
+    "four_ranks": (4, 2, 5, 4, [("bfloat16", 264)], None, []),
+}
 
 
 def test_combine(machine, tmp_path):  # noqa: F811
-    check(machine, tmp_path, combine_cases(), edits=SMALL)
+    check(machine, tmp_path, combine_cases(FEW_COMBINE, few=True), edits=SMALL)
 
 
 def mixed(ranks: int, kinds: str, tokens: int = 3) -> Case:
@@ -236,7 +217,7 @@ FAULTS = {
                 "continue;",
             ),
         ],
-        dispatch_cases,
+        few_dispatch_cases,
     ),
     "a position without the chunks before": (
         [*SMALL, Edit("few_layout.cuh", "+ counts[id];", ";")],

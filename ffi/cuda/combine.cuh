@@ -65,21 +65,9 @@ class Combine {
           params, parts, threadIdx.x - 32 * (kSenderWarps + 2 + kTeamWarps));
     }
     EndCall(
-        common, state, [&](int part, int count) { Poison(params, part, count); },
+        common, state,
+        [&](int part, int count) { PoisonCombine<Config>(params, part, count); },
         [&] { FinishRingCall(common, state); });
-  }
-
- private:
-  __device__ static void Poison(const CombineParams& params, int part, int parts) {
-    CombineLeaves<Config>::ForEachLeaf([&](auto leaf_type) {
-      using L = decltype(leaf_type);
-      FillBytes(params.out[L::kIndex], params.num_tokens * L::kWidth * L::kItem,
-                kPoison, part, parts);
-    });
-    if (Config::kHasRowValues) {
-      FillBytes(params.values, params.num_tokens * Config::kTopk * 4, kPoison, part,
-                parts);
-    }
   }
 };
 

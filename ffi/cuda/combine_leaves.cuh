@@ -3,6 +3,7 @@
 #ifndef JAX_EP_FFI_CUDA_COMBINE_LEAVES_CUH_
 #define JAX_EP_FFI_CUDA_COMBINE_LEAVES_CUH_
 
+#include "call.cuh"
 #include "launch_shape.h"
 #include "numeric.cuh"
 #include "workspace.h"
@@ -124,6 +125,20 @@ class CombineLeaves {
     if constexpr (kLeaf + 1 < kNumLeaves) ForEachPiece<kLeaf + 1>(visitor);
   }
 };
+
+// What a combine that gave up leaves: every byte of its results.
+template <class Config>
+__device__ void PoisonCombine(const CombineParams& params, int part, int parts) {
+  CombineLeaves<Config>::ForEachLeaf([&](auto leaf_type) {
+    using L = decltype(leaf_type);
+    FillBytes(params.out[L::kIndex], params.num_tokens * L::kWidth * L::kItem, kPoison,
+              part, parts);
+  });
+  if (Config::kHasRowValues) {
+    FillBytes(params.values, params.num_tokens * Config::kTopk * 4, kPoison, part,
+              parts);
+  }
+}
 
 }  // namespace jax_ep::cuda
 

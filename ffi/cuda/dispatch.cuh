@@ -69,23 +69,13 @@ class Dispatch {
       if (Lane() == 0) ptx::BarrierArrive(roles_done);
     }
     EndCall(
-        common, state, [&](int part, int parts) { Poison(params, part, parts); },
+        common, state,
+        [&](int part, int parts) { PoisonDispatch<Config>(params, part, parts); },
         [&] { FinishRingCall(common, state); });
   }
 
  private:
   using Channel = DispatchChannel<Config>;
-
-  __device__ static void Poison(const DispatchParams& params, int part, int parts) {
-#pragma unroll
-    for (int i = 0; i < Config::kNumLeaves; ++i) {
-      FillBytes(params.recv[i], params.capacity * Config::LeafBytes(i), kPoison, part,
-                parts);
-    }
-    if (Config::kHasWeights) {
-      FillBytes(params.recv_weights, params.capacity * 4, kPoison, part, parts);
-    }
-  }
 };
 
 }  // namespace jax_ep::cuda

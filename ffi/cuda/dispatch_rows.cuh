@@ -216,6 +216,19 @@ class DispatchRows {
   }
 };
 
+// What a dispatch that gave up leaves: every byte of its results.
+template <class Config>
+__device__ void PoisonDispatch(const DispatchParams& params, int part, int parts) {
+#pragma unroll
+  for (int i = 0; i < Config::kNumLeaves; ++i) {
+    FillBytes(params.recv[i], params.capacity * Config::LeafBytes(i), kPoison, part,
+              parts);
+  }
+  if (Config::kHasWeights) {
+    FillBytes(params.recv_weights, params.capacity * 4, kPoison, part, parts);
+  }
+}
+
 }  // namespace jax_ep::cuda
 
 #endif  // JAX_EP_FFI_CUDA_DISPATCH_ROWS_CUH_

@@ -79,7 +79,8 @@ class FewCombine {
       AwaitPeers<kRanks>(common, state, kPhaseFewCombinePeer);
     }
     EndCall(
-        common, state, [&](int part, int parts) { Poison(params, part, parts); },
+        common, state,
+        [&](int part, int parts) { PoisonCombine<Config>(params, part, parts); },
         [&] { FinishFewCall<kRanks>(common, state); });
   }
 
@@ -317,17 +318,6 @@ class FewCombine {
       StoreVector<F>(params.out[F::L::kIndex], token, index, sums[i]);
     }
     if (has_extra && Lane() < kTopk) params.values[token * kTopk + Lane()] = value;
-  }
-
-  __device__ static void Poison(const CombineParams& params, int part, int parts) {
-    Leaves::ForEachLeaf([&](auto leaf_type) {
-      using L = decltype(leaf_type);
-      FillBytes(params.out[L::kIndex], params.num_tokens * L::kWidth * L::kItem,
-                kPoison, part, parts);
-    });
-    if (Config::kHasRowValues) {
-      FillBytes(params.values, params.num_tokens * kTopk * 4, kPoison, part, parts);
-    }
   }
 };
 

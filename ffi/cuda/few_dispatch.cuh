@@ -9,6 +9,7 @@
 #define JAX_EP_FFI_CUDA_FEW_DISPATCH_CUH_
 
 #include "call.cuh"
+#include "dispatch_rows.cuh"
 #include "few_rows.cuh"
 #include "few_shape.h"
 #include "few_words.cuh"
@@ -51,7 +52,8 @@ class FewDispatch {
       if (blockIdx.x == 0) AwaitPeers<kRanks>(common, state, kPhaseFewDispatchPeer);
     }
     EndCall(
-        common, state, [&](int part, int parts) { Poison(params, part, parts); },
+        common, state,
+        [&](int part, int parts) { PoisonDispatch<Config>(params, part, parts); },
         [&] { FinishFewCall<kRanks>(common, state); });
   }
 
@@ -211,17 +213,6 @@ class FewDispatch {
                    __shfl_sync(kAllLanes, end, lane),
                    (blockIdx.x + first + lane) % gridDim.x, gridDim.x);
       }
-    }
-  }
-
-  __device__ static void Poison(const DispatchParams& params, int part, int parts) {
-#pragma unroll
-    for (int i = 0; i < Config::kNumLeaves; ++i) {
-      FillBytes(params.recv[i], params.capacity * Config::LeafBytes(i), kPoison, part,
-                parts);
-    }
-    if (Config::kHasWeights) {
-      FillBytes(params.recv_weights, params.capacity * 4, kPoison, part, parts);
     }
   }
 };

@@ -68,6 +68,8 @@ ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary dictionary)
   auto state = std::make_unique<CudaState>();
   Attributes attrs(dictionary);
   Status status = ReadConfig<typename Stage::Call>(attrs, state->config);
+  state->sizes.few = attrs.Get<bool>("few");
+  if (status.ok()) status = attrs.status();
   if (status.ok()) status = Stage::Read(attrs, *state);
   if (status.ok()) status = ReadImages(attrs, *state);
   if (!status.ok()) {

@@ -87,15 +87,14 @@ struct LayoutStage {
   using Call = LayoutCall;
   using Params = LayoutParams;
 
-  static Status Read(Attributes& attrs, CudaState& state) {
+  static Status Read(Attributes&, CudaState& state) {
     const Config& config = state.config;
     const int num_ranks = static_cast<int>(config.num_ranks);
-    state.sizes.few = attrs.Get<bool>("few");
     state.sizes.most_ids = kMaxFewIds / num_ranks;
     if (!IsFewIds(0, num_ranks, static_cast<int>(config.num_experts))) {
       state.sizes.most_ids = 0;
     }
-    return attrs.status();
+    return Status();
   }
 
   static LaunchDims Shape(const CudaState& state, int device_sms) {
@@ -141,7 +140,6 @@ struct DispatchStage {
   using Params = DispatchParams;
 
   static Status Read(Attributes& attrs, CudaState& state) {
-    state.sizes.few = attrs.Get<bool>("few");
     std::vector<int64_t>& bytes = state.sizes.leaf_bytes;
     bytes = attrs.GetArray<int64_t>("leaf_bytes");
     if (Status status = ReadSizes(attrs, bytes.size(), state); !status.ok()) {
@@ -205,7 +203,6 @@ struct CombineStage {
 
   static Status Read(Attributes& attrs, CudaState& state) {
     KernelSizes& sizes = state.sizes;
-    sizes.few = attrs.Get<bool>("few");
     sizes.leaf_dtypes = attrs.GetArray<int32_t>("leaf_dtypes");
     sizes.leaf_widths = attrs.GetArray<int64_t>("leaf_widths");
     if (Status status = ReadSizes(attrs, sizes.leaf_widths.size(), state);

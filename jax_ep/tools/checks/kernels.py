@@ -87,7 +87,10 @@ def check_cache(is_needed: bool, folder: Path | None) -> Outcome:
         found = "none: no home folder, so every process compiles its own kernels"
         return SUBJECT.problem(name, found, remedy)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        nvrtc.make_folder(folder)
+        if reason := nvrtc.not_private(folder):
+            found = f"{folder} is not used: {reason}"
+            return SUBJECT.problem(name, found, remedy)
         with tempfile.NamedTemporaryFile(dir=folder, prefix="doctor."):
             pass
     except OSError as error:

@@ -18,13 +18,11 @@ def section(diagnosis: Diagnosis, measurement: Measurement) -> Section:
     """A bar for each, the one that holds the run back standing out."""
     rows, cells = [], []
     step = diagnosis.step_seconds
-    experts = None if measurement.overlap is None else measurement.overlap
-    if step:
+    overlap = measurement.overlap
+    if step and overlap is not None:  # The one is the other's measured time.
         whole = [(step, "whole", f"the step {units.seconds(step)}")]
-        note = "all bars are to its scale"
-        if experts is not None:
-            share = units.percent(min(1.0, experts.compute_seconds / step))
-            note = f"of which the experts alone {share}; all bars are to its scale"
+        share = units.percent(min(1.0, overlap.compute_seconds / step))
+        note = f"of which the experts alone {share}; all bars are to its scale"
         rows.append(bars.Row("The step", units.seconds(step), whole, note))
     for kind in KINDS:
         lost = diagnosis.lost_seconds[kind]
