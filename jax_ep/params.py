@@ -166,7 +166,9 @@ def check_params(operation: str, params: MoEParams, config: MoEConfig) -> None:
                 )
 
 
-def init_params(key: jax.Array, config: MoEConfig, dtype: Any = jnp.float32):
+def init_params(
+    key: jax.Array, config: MoEConfig, dtype: Any = jnp.float32
+) -> MoEParams:
     """Fresh global parameters: LeCun normal kernels per expert, zero biases.
 
     Args:

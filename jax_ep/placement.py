@@ -8,6 +8,7 @@ their gradients over replicas.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,9 @@ def identity_placement(num_experts: int) -> Placement:
     return Placement(slots, slots[:, None], np.ones_like(slots))
 
 
-def plan_placement(loads, *, num_ranks: int, num_slots: int | None = None) -> Placement:
+def plan_placement(
+    loads: Any, *, num_ranks: int, num_slots: int | None = None
+) -> Placement:
     """Plans replicas of hot experts and a balanced placement from measured loads.
 
     On the host, in NumPy: call it between steps. The same loads give the same plan.
@@ -138,7 +141,7 @@ def plan_placement(loads, *, num_ranks: int, num_slots: int | None = None) -> Pl
     )
 
 
-def rank_loads(loads, placement: Placement, *, num_ranks: int) -> np.ndarray:
+def rank_loads(loads: Any, placement: Placement, *, num_ranks: int) -> np.ndarray:
     """`[R]` float64: load of each rank when replicas share their expert's load evenly.
 
     On the host, in NumPy. `rank_loads(...).max() / rank_loads(...).mean()` is the
@@ -214,7 +217,7 @@ def place_topk(
 
 
 def place_params(
-    params,
+    params: Any,
     placement: Placement,
     *,
     axis_name: str | Sequence[str] = "expert",
