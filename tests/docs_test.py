@@ -1,7 +1,7 @@
 """The site's Python runs as it stands, and its messages are ours.
 
-The blocks of a page run in their order, in one namespace. One that needs GPUs is marked
-by a line `<!-- needs GPUs -->` before it, and is compiled as Python only.
+The blocks of a page run in their order, in one namespace, on eight CPU devices. One
+that cannot is marked by a line `<!-- parsed only: needs ... -->` before it.
 """
 
 import ast
@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^( *)```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-GPUS = "<!-- needs GPUs -->"
+PARSED_ONLY = re.compile(r"<!-- parsed only: needs .+ -->")
 
 
 def blocks_of(page: pathlib.Path) -> list[tuple[str, bool]]:
@@ -25,7 +25,9 @@ def blocks_of(page: pathlib.Path) -> list[tuple[str, bool]]:
         lines = [line.removeprefix(indent) for line in source.splitlines()]
         above = text[: match.start()].rstrip().rsplit("\n", 1)[-1].strip()
         start = text[: match.start()].count("\n") + 1
-        found.append(("\n" * start + "\n".join(lines), above != GPUS))
+        found.append(
+            ("\n" * start + "\n".join(lines), not PARSED_ONLY.fullmatch(above))
+        )
     return found
 
 
@@ -58,7 +60,10 @@ def our_literals() -> str:
     for path in (ROOT / "jax_ep").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (v.value if isinstance(v, ast.Constant) else "\n" for v in node.values)
+                parts = (
+                    v.value if isinstance(v, ast.Constant) else "\n"
+                    for v in node.values
+                )
                 found.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)

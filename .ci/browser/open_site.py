@@ -1,8 +1,8 @@
 """Opens every page of the documentation in Chromium and complains about what it sees.
 
-python open_site.py SITE [PICTURES]: SITE is the built folder. Each page is opened from its
-file at the width of a screen and of a phone, light and dark, with the network cut off.
-With PICTURES, a folder, it leaves a picture of each there.
+python open_site.py SITE [PICTURES]: SITE is the built folder. Each page is opened from
+its file at the width of a screen and of a phone, light and dark, with the network cut
+off. With PICTURES, a folder, it leaves a picture of each there.
 """
 
 import base64
