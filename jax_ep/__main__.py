@@ -3,6 +3,8 @@
 import importlib.util
 import sys
 
+from jax_ep.installed import pip_install
+
 _MISSING = [
     name for name in ("rich", "typer") if importlib.util.find_spec(name) is None
 ]
@@ -10,7 +12,7 @@ _MISSING = [
 if _MISSING:
     sys.exit(
         f"jax_ep: the command line needs {' and '.join(_MISSING)}: "
-        "pip install '.[tools]'."
+        f"{pip_install('tools')}."
     )
 
 from jax_ep.tools.cli import main  # noqa: E402

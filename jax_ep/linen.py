@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep.installed import pip_install
+
 try:
     import flax.linen as nn
 except ImportError as error:
     raise ImportError(
-        'jax_ep.linen needs Flax, the extra "flax": pip install ".[flax]".'
+        f'jax_ep.linen needs Flax, the extra "flax": {pip_install("flax")}.'
     ) from error
 
 from jax_ep.config import MoEConfig

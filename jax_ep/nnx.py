@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep.installed import pip_install
+
 try:
     from flax import nnx
 except ImportError as error:
     raise ImportError(
-        'jax_ep.nnx needs Flax, the extra "flax": pip install ".[flax]".'
+        f'jax_ep.nnx needs Flax, the extra "flax": {pip_install("flax")}.'
     ) from error
 
 from jax.sharding import NamedSharding

@@ -17,6 +17,8 @@ import threading
 import warnings
 from collections.abc import Mapping
 
+from jax_ep.installed import pip_install
+
 # What every kernel is compiled with. Rounding options stay at their defaults: where it
 # matters the kernels say how to round. No -lineinfo, which triples what every custom
 # call carries.
@@ -26,7 +28,6 @@ _VERBOSE = "--ptxas-options=-v"
 # there has no log.
 _NO_CACHE, _NO_CACHE_SINCE = "--no-cache", (12, 9)
 _DIGEST_BYTES = 64  # A sha256 in hexadecimal, behind each cached cubin.
-_INSTALL = "pip install '.[cuda13]'"
 
 _memory: dict[str, "Cubin"] = {}
 _lock = threading.Lock()  # of the table of locks
@@ -128,7 +129,7 @@ def include_folder() -> pathlib.Path:
             return candidate
     raise ImportError(
         "jax_ep: the CUDA kernels need CUDA's headers (cuda_bf16.h), which are in none "
-        f"of {[str(c) for c in candidates]}. {_INSTALL} brings them "
+        f"of {[str(c) for c in candidates]}. {pip_install('cuda13')} brings them "
         "(nvidia-cuda-runtime); CUDA_HOME may name a toolkit instead."
     )
 
@@ -142,7 +143,7 @@ def version() -> tuple[int, int]:
     except RuntimeError as error:  # cuda-python has no NVRTC library to load
         raise ImportError(
             f"jax_ep: NVRTC, which compiles the CUDA kernels, cannot be loaded "
-            f"({' '.join(str(error).split())}). {_INSTALL} brings it "
+            f"({' '.join(str(error).split())}). {pip_install('cuda13')} brings it "
             "(nvidia-cuda-nvrtc)."
         ) from error
     _check(nvrtc, result, "")
@@ -155,7 +156,7 @@ def _nvrtc():
     except ImportError as error:
         raise ImportError(
             f"jax_ep: the CUDA kernels are compiled through cuda-python, which cannot "
-            f"be imported ({error}). {_INSTALL} brings it."
+            f"be imported ({error}). {pip_install('cuda13')} brings it."
         ) from error
     return nvrtc
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import ArrayLike
 
 from jax_ep.axis import axis_label, expert_axis, vary_alike
 from jax_ep.dispatch import dispatch
@@ -67,7 +68,7 @@ def identity_placement(num_experts: int) -> Placement:
 
 
 def plan_placement(
-    loads: Any, *, num_ranks: int, num_slots: int | None = None
+    loads: ArrayLike, *, num_ranks: int, num_slots: int | None = None
 ) -> Placement:
     """Plans replicas of hot experts and a balanced placement from measured loads.
 
@@ -141,7 +142,7 @@ def plan_placement(
     )
 
 
-def rank_loads(loads: Any, placement: Placement, *, num_ranks: int) -> np.ndarray:
+def rank_loads(loads: ArrayLike, placement: Placement, *, num_ranks: int) -> np.ndarray:
     """`[R]` float64: load of each rank when replicas share their expert's load evenly.
 
     On the host, in NumPy. `rank_loads(...).max() / rank_loads(...).mean()` is the

@@ -149,7 +149,7 @@ def test_without_nvrtc_lowering_says_what_to_install(monkeypatch):
     monkeypatch.setattr(nvrtc, "_memory", {})
     monkeypatch.setenv("JAX_EP_CACHE_DIR", os.devnull)
     nvrtc.version.cache_clear()
-    with pytest.raises(ImportError, match=r"pip install '\.\[cuda13\]'"):
+    with pytest.raises(ImportError, match=r"pip install .*\[cuda13\]'"):
         lowered(pipeline, mesh_of(jax.devices()[:2], expert=2))
 
 

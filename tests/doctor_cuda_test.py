@@ -9,6 +9,7 @@ import pytest
 from doctor_test import line, problems
 
 from jax_ep import grouped_matmul
+from jax_ep.installed import pip_install
 from jax_ep.tools.checks import driver, experts, gpus, kernels, nccl
 
 DEV = ["/dev/nvidia0", "/dev/nvidia1"]
@@ -54,7 +55,7 @@ def test_gpus_that_jax_does_not_see():
         "none of the 2 GPUs of this machine (/dev/nvidia0, ...): no plugin",
     )
     assert remedy == (
-        "Python 3.12 or later with pip install -U '.[cuda13]'; the NVIDIA driver "
+        f"Python 3.12 or later with {pip_install('cuda13', '-U')}; the NVIDIA driver "
         "must be one for CUDA 13 (nvidia-smi shows it)."
     )
 
@@ -220,7 +221,7 @@ def test_a_missing_part_of_the_compiler(name, changed):
     assert line(outcomes, name) == (
         "problem",
         f"no {name}",
-        "On Python 3.12 or later: pip install -U '.[cuda13]'",
+        f"On Python 3.12 or later: {pip_install('cuda13', '-U')}",
     )
     assert line(outcomes, "compilation") == (
         "not applicable",
@@ -404,7 +405,7 @@ def test_the_experts_kernels(monkeypatch):
         "H200: 40 times the time at 64 experts"
     )
     assert missing.remedy == (
-        "pip install '.[tokamax]' (tokamax, jax-triton and triton >= 3.9)."
+        f"{pip_install('tokamax')} (tokamax, jax-triton and triton >= 3.9)."
     )
     monkeypatch.setattr(grouped_matmul, "is_installed", lambda kernel: True)
     there = check(["NVIDIA H200"])

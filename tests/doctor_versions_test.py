@@ -5,6 +5,7 @@ import types
 import pytest
 from doctor_test import line, problems
 
+from jax_ep.installed import pip_install
 from jax_ep.tools.checks import module, versions
 
 PYTHON_311, PYTHON_312 = (3, 11, 7), (3, 12, 1)
@@ -86,7 +87,7 @@ def test_versions_that_go_together(python, packages, has_gpus):
             "CUDA plugin",
             (
                 "not installed, and there are GPUs",
-                "pip install -U '.[cuda13]'",
+                pip_install("cuda13", "-U"),
             ),
         ),
         (
@@ -96,7 +97,7 @@ def test_versions_that_go_together(python, packages, has_gpus):
             "CUDA plugin",
             (
                 "expected that of jaxlib 0.11.2, got jax-cuda13-plugin 0.12.0",
-                "pip install -U '.[cuda13]'",
+                pip_install("cuda13", "-U"),
             ),
         ),
     ],
@@ -176,7 +177,7 @@ def test_a_module_without_cuda():
     ) == (
         "problem",
         found,
-        "On Python 3.12 or later: pip install -U '.[cuda13]'",
+        f"On Python 3.12 or later: {pip_install('cuda13', '-U')}",
     )
     assert line(
         module.check(compiled(False), (0, 4), False, False), "CUDA handlers"

@@ -442,7 +442,7 @@ def test_processes_may_start_at_once(cache):
 
 def test_no_cuda_python(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(ImportError, match=r"cuda-python.*pip install '\.\[cuda13"):
+    with pytest.raises(ImportError, match=r"cuda-python.*pip install .*\[cuda13\]'"):
         nvrtc._nvrtc()
 
 
@@ -450,7 +450,7 @@ def test_no_headers(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(pathlib.Path, "is_file", lambda path: False)
     monkeypatch.setenv("CUDA_HOME", "/opt/toolkit")
-    with pytest.raises(ImportError, match=r"/opt/toolkit/include.*\.\[cuda13"):
+    with pytest.raises(ImportError, match=r"/opt/toolkit/include.*\[cuda13"):
         nvrtc.include_folder.__wrapped__()
 
 

@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
+from jax_ep.installed import pip_install
 from jax_ep.sizing import EP_RANKS
 from jax_ep.tools.console import UserError, console
 
@@ -215,7 +216,7 @@ def check_picture(path: Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"--plot (={path}): there is no folder {path.parent}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install '.[tools]'.")
+        raise UserError(f"--plot needs matplotlib: {pip_install('tools')}.")
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jax_ep import grouped_matmul
+from jax_ep.installed import pip_install
 from jax_ep.tools.checks.outcome import NO_CUDA, Outcome, Subject
 
 SUBJECT = Subject("experts")
@@ -35,5 +36,5 @@ def check(kinds: Sequence[str]) -> Outcome:
         _NAME,
         f"jax.lax.ragged_dot, which multiplies every row with every expert on "
         f"{kinds[0]}: 40 times the time at 64 experts",
-        "pip install '.[tokamax]' (tokamax, jax-triton and triton >= 3.9).",
+        f"{pip_install('tokamax')} (tokamax, jax-triton and triton >= 3.9).",
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jax_ep import sizing
 from jax_ep.axis import MAX_RANKS
+from jax_ep.installed import pip_install
 from jax_ep.tools.checks.driver import Driver, Gpu
 from jax_ep.tools.checks.outcome import NO_CUDA, Outcome, Subject
 
@@ -72,7 +73,7 @@ def check(
         if why_unseen:
             found += f": {why_unseen}"
         remedy = (
-            "Python 3.12 or later with pip install -U '.[cuda13]'; the NVIDIA "
+            f"Python 3.12 or later with {pip_install('cuda13', '-U')}; the NVIDIA "
             "driver must be one for CUDA 13 (nvidia-smi shows it)."
         )
         rest = [SUBJECT.not_applicable(n, "JAX sees no GPUs") for n in names[1:]]

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jax_ep import kernels, nvrtc
+from jax_ep.installed import pip_install
 from jax_ep.tools.checks.outcome import NO_CUDA, Outcome, Subject, one_line
 
 SUBJECT = Subject("kernels")
 
-_INSTALL = "On Python 3.12 or later: pip install -U '.[cuda13]'"
+_INSTALL = f"On Python 3.12 or later: {pip_install('cuda13', '-U')}"
 
 
 def has_compiler() -> bool:

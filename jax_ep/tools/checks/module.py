@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jax_ep.installed import pip_install
 from jax_ep.tools.checks.outcome import Outcome, Subject
 
 SUBJECT = Subject("compiled module")
@@ -24,8 +25,8 @@ def check(
         interface = SUBJECT.problem(
             "interface",
             versions,
-            "Install a newer jax, or build jax_ep against this jaxlib: pip install "
-            "--no-cache-dir --force-reinstall --no-deps jax_ep",
+            "Install a newer jax, or build jax_ep against this jaxlib: "
+            + pip_install("", "--no-cache-dir", "--force-reinstall", "--no-deps"),
         )
     else:
         interface = SUBJECT.healthy("interface", versions)
@@ -48,7 +49,7 @@ def _cuda(module: Any, has_communicator: bool, has_gpus: bool) -> Outcome:
     if not has_gpus:
         return SUBJECT.not_applicable(name, f"{found}; no GPUs need them")
     return SUBJECT.problem(
-        name, found, "On Python 3.12 or later: pip install -U '.[cuda13]'"
+        name, found, f"On Python 3.12 or later: {pip_install('cuda13', '-U')}"
     )
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 
+from jax_ep.installed import pip_install
 from jax_ep.tools.checks.outcome import Outcome, Subject
 
 SUBJECT = Subject("versions")
@@ -119,7 +120,7 @@ def _plugin(python, packages: dict[str, str], has_gpus: bool) -> Outcome:
     name = "CUDA plugin"
     found = {name: packages[name] for name in PLUGINS if name in packages}
     listed = ", ".join(f"{plugin} {version}" for plugin, version in found.items())
-    remedy = "pip install -U '.[cuda13]'"
+    remedy = pip_install("cuda13", "-U")
     if not found:
         if not has_gpus:
             return SUBJECT.not_applicable(name, "not installed, and there are no GPUs")
