@@ -12,6 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 FENCE = re.compile(r"^( *)```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 PARSED_ONLY = re.compile(r"<!-- parsed only: needs .+ -->")
 
@@ -38,6 +39,14 @@ def test_pages_have_examples():
     with_code = [name for name, blocks in PAGES.items() if blocks]
     assert {"concepts.md", "index.md", "migrate.md"} <= set(with_code)
     assert sum(run for blocks in PAGES.values() for _, run in blocks) >= 12
+
+
+def test_readme_links():
+    """Pages that the README names are there (those between pages mkdocs checks)."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", README.read_text())
+    paths = [one or other for one, other in links]
+    assert len(paths) >= 12
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
