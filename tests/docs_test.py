@@ -1,10 +1,12 @@
 """The site's Python runs as it stands, and its messages are ours.
 
 The blocks of a page run in their order, in one namespace, on eight CPU devices. One
-that cannot is marked by a line `<!-- parsed only: needs ... -->` before it.
+that cannot is marked by a line `<!-- parsed only: needs ... -->` before it; those that
+the README has too are run by readme_test.py.
 """
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -12,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-README = ROOT / "README.md"
+README = (ROOT / "README.md").read_text()
 FENCE = re.compile(r"^( *)```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 PARSED_ONLY = re.compile(r"<!-- parsed only: needs .+ -->")
 
@@ -26,9 +28,8 @@ def blocks_of(page: pathlib.Path) -> list[tuple[str, bool]]:
         lines = [line.removeprefix(indent) for line in source.splitlines()]
         above = text[: match.start()].rstrip().rsplit("\n", 1)[-1].strip()
         start = text[: match.start()].count("\n") + 1
-        found.append(
-            ("\n" * start + "\n".join(lines), not PARSED_ONLY.fullmatch(above))
-        )
+        is_run = not PARSED_ONLY.fullmatch(above) and match.group() not in README
+        found.append(("\n" * start + "\n".join(lines), is_run))
     return found
 
 
@@ -43,10 +44,28 @@ def test_pages_have_examples():
 
 def test_readme_links():
     """Pages that the README names are there (those between pages mkdocs checks)."""
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", README.read_text())
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", README)
     paths = [one or other for one, other in links]
     assert len(paths) >= 12
     assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_public_names_are_documented():
+    """Each has an entry in the API, from its docstring. (Modules have pages.)"""
+    import jax_ep
+
+    api = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    entries = set(re.findall(r"^::: (\S+)$", api, re.MULTILINE))
+    found = {f"jax_ep.{name}": getattr(jax_ep, name) for name in jax_ep.__all__}
+    for name in jax_ep.sizing.__all__:
+        found[f"jax_ep.sizing.{name}"] = getattr(jax_ep.sizing, name)
+    missing = [
+        name
+        for name, value in found.items()
+        if hasattr(value, "__qualname__")
+        and f"{value.__module__}.{value.__qualname__}" not in entries
+    ]
+    assert len(entries) > 60 and missing == []
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
@@ -63,6 +82,7 @@ def test_page(page, tmp_path, monkeypatch):
                 exec(code, namespace)
 
 
+@functools.cache
 def our_literals() -> str:
     """All string literals of the package, adjacent ones joined, fields as newlines."""
     found = []
