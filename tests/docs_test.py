@@ -68,6 +68,7 @@ def test_public_names_are_documented():
     assert len(entries) > 60 and missing == []
 
 
+@pytest.mark.timeout(300)  # A page is several programs.
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
 def test_page(page, tmp_path, monkeypatch):
     import jax
