@@ -68,19 +68,23 @@ class _Inner(NamedTuple):
 
 
 def places(exchange: Exchange, num_ranks: int, num_tokens: int, num_topk: int) -> int:
-    """Q, the tokens that a rank may send to a domain.
+    """Q, the tokens that a rank may send to a domain; T of one domain."""
+    if exchange.domain_size is None or not num_tokens:
+        return num_tokens
+    expected = expected_tokens(exchange, num_ranks, num_tokens, num_topk)
+    return room(exchange.network_capacity_factor, expected, num_tokens)
 
-    T without a `network_capacity_factor`, else that many times the tokens that uniform
-    routing without repeated ids sends to a domain, and never more than T.
+
+def room(factor: float | None, expected: float, num_tokens: int) -> int:
+    """T without a `network_capacity_factor`, else that many times the expected tokens.
+
+    Those are what uniform routing without repeated ids sends to a domain. Never more
+    than T.
     """
-    factor, domain_size = exchange.network_capacity_factor, exchange.domain_size
-    if factor is None or domain_size is None or not num_tokens:
+    if factor is None:
         return num_tokens
     # Rounded first, as a layer's capacity is.
-    tokens = round(
-        factor * expected_tokens(exchange, num_ranks, num_tokens, num_topk), 6
-    )
-    return min(num_tokens, math.ceil(tokens))
+    return min(num_tokens, math.ceil(round(factor * expected, 6)))
 
 
 def for_rounds(
@@ -95,20 +99,29 @@ def for_rounds(
     if size is None or factor is not None or num_ranks // size < MANY_DOMAINS:
         return exchange
     expected = expected_tokens(exchange, num_ranks, num_tokens, num_topk)
-    factor = max(MANY_DOMAINS_FACTOR, 1 / expected if expected else 1.0)
+    factor = factor_for_rounds(expected)
     return dataclasses.replace(exchange, network_capacity_factor=factor)
+
+
+def factor_for_rounds(expected: float) -> float:
+    """The factor of a layer with further rounds from eight domains on."""
+    return max(MANY_DOMAINS_FACTOR, 1 / expected if expected else 1.0)
 
 
 def expected_tokens(
     exchange: Exchange, num_ranks: int, num_tokens: int, num_topk: int
 ) -> float:
     """Tokens of a rank with an expert in one domain, of K distinct uniform experts."""
-    num_experts = exchange.num_experts
-    elsewhere = num_experts - num_experts * (exchange.domain_size or 1) // num_ranks
+    num_domains = num_ranks // (exchange.domain_size or num_ranks)
+    return num_tokens * share_to_domain(exchange.num_experts, num_domains, num_topk)
+
+
+def share_to_domain(num_experts: int, num_domains: int, num_topk: int) -> float:
+    """The probability that one of K distinct uniform experts is in a given domain."""
     if num_topk > num_experts:
-        return float(num_tokens)
-    none_here = math.comb(elsewhere, num_topk) / math.comb(num_experts, num_topk)
-    return num_tokens * (1 - none_here)
+        return 1.0
+    elsewhere = num_experts - num_experts // num_domains
+    return 1 - math.comb(elsewhere, num_topk) / math.comb(num_experts, num_topk)
 
 
 def layout(call: ffi.Call, ids: jax.Array, num_places: int):

@@ -1,6 +1,5 @@
 """Expected ranks, padding and growth, against enumeration and simulation."""
 
-import collections
 import itertools
 import math
 
@@ -110,8 +109,7 @@ def test_replicas():
 
 
 @pytest.mark.parametrize("groups", [(1, 1), (8, 4)])
-@pytest.mark.parametrize("forward", [False, True])
-def test_rows_across_domains_by_simulation(groups, forward):
+def test_rows_across_domains_by_simulation(groups):
     """Every row of every token, from every rank of 4 domains of 4."""
     num_ranks, domain = 16, 4
     routing = UniformRouting(64, 6, *groups)
@@ -120,27 +118,17 @@ def test_rows_across_domains_by_simulation(groups, forward):
     inside, across = np.zeros((2, num_tokens))
     for token, ranks in enumerate(owners.tolist()):
         source = token % num_ranks
-        by_domain = collections.defaultdict(set)
-        for rank in ranks:
-            by_domain[rank // domain].add(rank)
-        for number, hit in by_domain.items():
-            if number == source // domain:
-                inside[token] += len(hit - {source})
-            elif forward:
-                across[token] += 1
-                inside[token] += len(hit - {number * domain + source % domain})
-            else:
-                across[token] += len(hit)
-    found = sizing.rows_per_token(
-        routing, num_ranks, domain_size=domain, forward=forward
-    )
+        for rank in set(ranks) - {source}:
+            counts = inside if rank // domain == source // domain else across
+            counts[token] += 1
+    found = sizing.rows_per_token(routing, num_ranks, domain_size=domain)
     assert_mean(inside, found[0])
     assert_mean(across, found[1])
 
 
 def test_one_domain_sends_nothing_across():
     routing = UniformRouting(64, 6)
-    inside, across = sizing.rows_per_token(routing, 8, domain_size=8, forward=True)
+    inside, across = sizing.rows_per_token(routing, 8, domain_size=8)
     assert inside == pytest.approx(sizing.remote_ranks(routing, 8))
     assert across == 0
     assert sizing.rows_per_token(routing, 8) == (inside, 0)
@@ -153,20 +141,19 @@ def test_growth():
     assert sorted(steps) == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
     for step in steps.values():
         assert step.num_domains == max(1, step.num_ranks // 8)
-        direct, forwarded = step.direct, step.forwarded
-        if step.num_domains == 1:
-            assert direct == forwarded
-            assert direct.dispatch.nic == 0
-        else:
-            assert direct.dispatch_bound.binds == forwarded.combine_bound.binds == "nic"
-            assert forwarded.combine.nic <= direct.combine.nic
-            # The same rows are delivered, over other ways.
-            assert forwarded.dispatch.link >= direct.dispatch.link
+        direct, hops = step.direct, step.hops
+        if hops is None:
+            assert step.num_domains == 1 and direct.dispatch.nic == 0
+            continue
+        assert direct.dispatch_bound.binds == hops.combine_bound.between.binds == "nic"
+        # What is wanted crosses once, and goes on to the ranks inside.
+        assert hops.combine.wanted <= direct.combine.nic
+        assert hops.dispatch.inside.link >= direct.dispatch.link
     assert steps[8].direct.dispatch_bound.binds == "link"
     # A group is a node: of 4 groups a token's 8 experts are in 3.63, on 7.36 ranks.
     step = steps[64]
     assert step.distinct_domains == pytest.approx(3.63, abs=0.01)
-    rate = step.direct.dispatch.nic / step.forwarded.dispatch.nic
+    rate = step.direct.combine.nic / step.hops.combine.wanted
     ranks = sizing.distinct_ranks(shape.routing, 64) * 56 / 64
     domains = sizing.distinct_ranks(shape.routing, 8) * 7 / 8
     assert rate == pytest.approx(ranks / domains)

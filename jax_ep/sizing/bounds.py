@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from jax_ep.sizing.targets import positive
 from jax_ep.sizing.traffic import Traffic
@@ -35,6 +36,8 @@ class Machine:
       sm_write_rate: what one SM stores; None where it was not measured.
       sm_add_rate: what one SM reads and adds; None where it was not measured.
       source: where the rates are from.
+      origin: of each rate by its name, "measured", "data sheet" or "given"; what is
+        not in it is a data sheet's.
     """
 
     name: str
@@ -46,6 +49,11 @@ class Machine:
     sm_write_rate: float | None
     sm_add_rate: float | None
     source: str
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def origin_of(self, rate: str) -> str:
+        """Of a rate by its name."""
+        return self.origin.get(rate, "data sheet")
 
     def __post_init__(self):
         positive("Machine", num_sms=self.num_sms, domain_size=self.domain_size)
@@ -91,6 +99,12 @@ MACHINES = {
             source="link, memory and SMs measured on 4 H200s with NVSwitch, 2026-11-30 "
             "(examples/benchmarks/results/h200.md); NIC from the data sheet of DGX "
             "H200 (ConnectX-7, 400 Gb/s a GPU), not measured",
+            origin={
+                "link_rate": "measured",
+                "memory_rate": "measured",
+                "sm_write_rate": "measured",
+                "sm_add_rate": "measured",
+            },
         ),
         Machine(
             name="b200",

@@ -115,10 +115,27 @@ def distinct_ranks(routing: UniformRouting, num_ranks: int) -> float:
     Source: the hypergeometric distribution, K draws without repetition. DeepEP chooses
     its number of SMs by the formula for one group (`get_theoretical_num_sms`).
     """
+    return sum(rank_probabilities(routing, num_ranks))
+
+
+@functools.lru_cache(maxsize=256)
+def rank_probabilities(routing: UniformRouting, num_ranks: int) -> tuple[float, ...]:
+    """For each rank (or domain), the probability that a token goes there.
+
+    Args:
+      routing: who chooses.
+      num_ranks: R, as in `distinct_ranks`.
+
+    Returns:
+      R numbers, all alike unless groups lie across ranks unevenly.
+
+    Raises:
+      ValueError: as `distinct_ranks`.
+    """
     positive("distinct_ranks", num_ranks=num_ranks)
     experts = routing.num_experts
     if num_ranks % experts == 0:
-        return float(routing.num_topk)
+        return (routing.num_topk / num_ranks,) * num_ranks
     if experts % num_ranks:
         raise ValueError(
             f"jax_ep.sizing.distinct_ranks: num_ranks (={num_ranks}) must divide "
@@ -126,14 +143,14 @@ def distinct_ranks(routing: UniformRouting, num_ranks: int) -> float:
         )
     size = experts // routing.n_group
     num_local = experts // num_ranks
-    total = 0.0
+    found = []
     for first in range(0, experts, num_local):
         edges = range(first // size * size, first + num_local, size)
         overlaps = (
             min(edge + size, first + num_local) - max(edge, first) for edge in edges
         )
-        total += 1 - _miss(routing, tuple(sorted(overlaps)))
-    return total
+        found.append(1 - _miss(routing, tuple(sorted(overlaps))))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)

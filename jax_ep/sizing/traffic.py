@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax_ep.sizing.memory import Shape, handle_bytes, receive_rows
+from jax_ep.sizing.memory import Shape, handle_bytes, num_domains_of, receive_rows
 from jax_ep.sizing.targets import UniformRouting, distinct_ranks, positive
 
 # Bytes of one element, without scales.
@@ -79,67 +79,49 @@ def wire_bytes(hidden: int, dtype: str = "bfloat16", num_weights: int = 0) -> in
     return sum(map(_align, _leaves(hidden, dtype))) + _align(4 * num_weights)
 
 
+def rail_bytes(hidden: int, dtype: str = "bfloat16", num_weights: int = 0) -> int:
+    """Bytes of a row between domains: XLA's collective carries arrays as they are.
+
+    Args:
+      hidden: H.
+      dtype: as in `row_bytes`.
+      num_weights: as in `wire_bytes`.
+
+    Returns:
+      The row and the weights, nothing rounded up; where rows are FP8, values and
+      scales each to 16 bytes.
+
+    Raises:
+      ValueError: as `row_bytes`.
+    """
+    leaves = _leaves(hidden, dtype)
+    return sum(map(_align, leaves) if dtype in _SCALES else leaves) + 4 * num_weights
+
+
 def rows_per_token(
-    routing: UniformRouting,
-    num_ranks: int,
-    *,
-    domain_size: int | None = None,
-    forward: bool = False,
+    routing: UniformRouting, num_ranks: int, *, domain_size: int | None = None
 ) -> tuple[float, float]:
-    """Rows that leave a rank for each of its tokens, inside its domain and out of it.
-
-    With p the probability that a token goes to a given rank, q to a given domain, and D
-    domains of N ranks:
-
-    - direct: `p * (N - 1)` inside and `p * (R - N)` across, a copy for each rank;
-    - forwarded: `q * (D - 1)` across, one copy for each domain, to the rank there with
-      the sender's place, which sends it on: `p * (N - 1) * D` inside, the rank's own
-      rows and those it forwards.
+    """Rows that leave a rank for each of its tokens, each straight to its rank.
 
     Args:
       routing: who chooses.
       num_ranks: R.
-      domain_size: N, ranks that reach each other over NVLink; None is all R.
-      forward: one copy for each domain.
+      domain_size: G, ranks that reach each other over NVLink; None is all R.
 
     Returns:
-      Expected rows (inside, across), means over ranks. A combine has as many on the
-      way back, where a forwarding rank adds rows before it sends one on.
+      Expected rows inside the domain and out of it, `p * (G - 1)` and `p * (R - G)`
+      with p the probability that a token goes to a given rank. Means over ranks; a
+      combine has as many on the way back.
 
     Raises:
-      ValueError: R that N does not divide, or R or R/N that do not fit E.
+      ValueError: R that G does not divide, or that does not fit E.
 
-    Source: DeepEP's direct and hybrid modes; one copy for each node is the
-    node-limited routing of DeepSeek-V3 (report, section 3.2.2).
+    Source: DeepEP's direct mode. What crosses with one copy for each domain is in
+    `crossing`.
     """
-    num_domains = _num_domains(num_ranks, domain_size)
-    domain = num_ranks // num_domains
+    domain = num_ranks // num_domains_of(num_ranks, domain_size)
     rank = distinct_ranks(routing, num_ranks) / num_ranks
-    if not forward or num_domains == 1:
-        return rank * (domain - 1), rank * (num_ranks - domain)
-    if routing.num_experts % num_domains and num_domains % routing.num_experts:
-        raise ValueError(
-            f"jax_ep.sizing.rows_per_token: the {num_domains} domains of "
-            f"{domain_size} ranks must divide num_experts (={routing.num_experts}), or "
-            "be a multiple of it."
-        )
-    node = distinct_ranks(routing, num_domains) / num_domains
-    return rank * (domain - 1) * num_domains, node * (num_domains - 1)
-
-
-def _num_domains(num_ranks: int, domain_size: int | None) -> int:
-    positive("rows_per_token", num_ranks=num_ranks)
-    if domain_size is None:
-        return 1
-    positive("rows_per_token", domain_size=domain_size)
-    if num_ranks <= domain_size:
-        return 1
-    if num_ranks % domain_size:
-        raise ValueError(
-            f"jax_ep.sizing.rows_per_token: num_ranks (={num_ranks}) must be a "
-            f"multiple of domain_size (={domain_size}), or at most that."
-        )
-    return num_ranks // domain_size
+    return rank * (domain - 1), rank * (num_ranks - domain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,52 +145,43 @@ class Traffic:
     added: float
 
 
-def layout_traffic(
-    shape: Shape, *, domain_size: int | None = None, forward: bool = False
-) -> Traffic:
+def layout_traffic(shape: Shape) -> Traffic:
     """Bytes of a layout: every rank's ids to every rank, and the handle.
 
     Args:
-      shape: the exchange.
-      domain_size: N; None is one domain.
-      forward: one copy for each domain, as in `rows_per_token`.
+      shape: the exchange. Over several domains it is one exchange of all ranks, which
+        our kernels do not make: what is saved by `layout_hops`.
 
     Returns:
       On the link 16 bytes for every 8 of the T*K ids and each other rank. Its time is
       that of its waits, not of these bytes: 21 to 41 us on 2 and 4 H200s.
 
-    Raises:
-      ValueError: as `rows_per_token`.
-
     Source: ffi/cuda/layout_exchange.cuh; times, examples/benchmarks/results/h200.md.
     """
     num_ids = shape.tokens * shape.routing.num_topk
-    block = -(-num_ids // _IDS_PER_LINE) * _LINE
-    num_domains = _num_domains(shape.num_ranks, domain_size)
-    domain = shape.num_ranks // num_domains
+    block = ids_bytes(num_ids)
+    domain = shape.num_ranks // shape.num_domains
     inside, across = domain - 1, shape.num_ranks - domain
-    if forward and num_domains > 1:
-        inside, across = (domain - 1) * num_domains, num_domains - 1
-    memory = 4 * num_ids + 2 * (inside + across) * block + handle_bytes(shape)
+    flat = dataclasses.replace(shape, domain_size=None)
+    memory = 4 * num_ids + 2 * (inside + across) * block + handle_bytes(flat)
     return Traffic("layout", inside * block, across * block, memory, 0, 0)
 
 
+def ids_bytes(num_ids: int) -> int:
+    """Bytes on the link of a layout's ids to one other rank."""
+    return -(-num_ids // _IDS_PER_LINE) * _LINE
+
+
 def dispatch_traffic(
-    shape: Shape,
-    *,
-    dtype: str = "bfloat16",
-    weights: bool = True,
-    domain_size: int | None = None,
-    forward: bool = False,
+    shape: Shape, *, dtype: str = "bfloat16", weights: bool = True
 ) -> Traffic:
     """Bytes of a dispatch, and of the backward of a combine.
 
     Args:
-      shape: the exchange.
+      shape: the exchange. Over several domains every row goes straight to its rank,
+        which our kernels do not do; `dispatch_hops` is what they do.
       dtype: of the rows, see `row_bytes`.
       weights: whether the router's weights travel, K behind each row.
-      domain_size: N; None is one domain.
-      forward: one copy for each domain, as in `rows_per_token`.
 
     Returns:
       On the link and the NIC, rows and their weights; in memory the T source rows, the
@@ -222,29 +195,23 @@ def dispatch_traffic(
     """
     row = row_bytes(shape.hidden, dtype)
     wire = wire_bytes(shape.hidden, dtype, shape.routing.num_topk * bool(weights))
-    link, nic = _crossing(shape, wire, domain_size, forward)
+    link, nic = _direct(shape, wire)
     rows = receive_rows(shape) * row
     memory = shape.tokens * row + 2 * (link + nic) + rows
     return Traffic("dispatch", link, nic, memory, link + nic + rows, 0)
 
 
 def combine_traffic(
-    shape: Shape,
-    *,
-    dtype: str = "bfloat16",
-    weight_gradients: bool = False,
-    domain_size: int | None = None,
-    forward: bool = False,
+    shape: Shape, *, dtype: str = "bfloat16", weight_gradients: bool = False
 ) -> Traffic:
     """Bytes of a combine, and of the backward of a dispatch.
 
     Args:
-      shape: the exchange.
+      shape: as in `dispatch_traffic`; `combine_hops` is what our kernels do over
+        several domains.
       dtype: of the rows: "float32", "bfloat16" or "float16".
       weight_gradients: whether K numbers travel behind each row, as in the backward of
         a dispatch with weights.
-      domain_size: N; None is one domain.
-      forward: one row for each domain.
 
     Returns:
       On the link and the NIC, sums of rows; in memory the T*K rows that are added, the
@@ -257,16 +224,10 @@ def combine_traffic(
 
     Source: as `dispatch_traffic`.
     """
-    if dtype in _SCALES:
-        raise ValueError(
-            f"jax_ep.sizing.combine_traffic: dtype (={dtype!r}) must be float32, "
-            "bfloat16 or float16: sums are not sent in 8 bits."
-        )
+    sums_only("combine_traffic", dtype)
     row = row_bytes(shape.hidden, dtype)
     extra = shape.routing.num_topk * bool(weight_gradients)
-    link, nic = _crossing(
-        shape, wire_bytes(shape.hidden, dtype, extra), domain_size, forward
-    )
+    link, nic = _direct(shape, wire_bytes(shape.hidden, dtype, extra))
     read = shape.tokens * shape.routing.num_topk * row
     results = shape.tokens * row
     memory = read + 2 * (link + nic) + results
@@ -274,8 +235,17 @@ def combine_traffic(
     return Traffic("combine", link, nic, memory, written, read + link + nic)
 
 
-def _crossing(shape, wire, domain_size, forward):
+def sums_only(where: str, dtype: str) -> None:
+    """Raises unless combine takes rows of `dtype`."""
+    if dtype in _SCALES:
+        raise ValueError(
+            f"jax_ep.sizing.{where}: dtype (={dtype!r}) must be float32, bfloat16 or "
+            "float16: sums are not sent in 8 bits."
+        )
+
+
+def _direct(shape: Shape, wire: int) -> tuple[float, float]:
     inside, across = rows_per_token(
-        shape.routing, shape.num_ranks, domain_size=domain_size, forward=forward
+        shape.routing, shape.num_ranks, domain_size=shape.domain_size
     )
     return shape.tokens * inside * wire, shape.tokens * across * wire

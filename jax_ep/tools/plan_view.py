@@ -11,22 +11,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_ep.installed import pip_install
-from jax_ep.sizing import EP_RANKS
+from jax_ep.sizing import EP_RANKS, Bound
 from jax_ep.tools.console import UserError, console
 
 if TYPE_CHECKING:
-    from jax_ep.tools.plan import Plan
+    from jax_ep.tools.estimate import Plan
 
 _PICTURES = (".png", ".svg")
 _BAR = 40  # Characters of the longest bar.
+_RATES = {"link_rate": "NVLink", "nic_rate": "NIC", "memory_rate": "memory"}
 _BINDS = {"link": "NVLink", "nic": "NIC", "memory": "memory", "sms": "SMs"}
 
 
 def show(plan: Plan) -> None:
     """Prints the whole plan."""
     _heading(plan)
-    tables = [*_exchanges(plan), _memory(plan), _padding(plan), _growth(plan)]
-    for table in tables:
+    tables = [_exchanges(plan), _memory(plan), _padding(plan), _growth(plan)]
+    for table in [*_hops(plan), *tables]:
         console.print(table)
     _chart(plan)
     for note in plan.notes:
@@ -42,18 +43,20 @@ def _heading(plan: Plan) -> None:
     capacity = "dropless"
     if shape.capacity_factor is not None:
         capacity = f"capacity factor {shape.capacity_factor:g}"
+    rates = [
+        f"{shown} {getattr(machine, rate) / 1e9:g} ({machine.origin_of(rate)})"
+        for rate, shown in _RATES.items()
+    ]
     lines = [
         f"[bold]{escape(name)}[/bold]: H {model.hidden}, E {model.experts}, "
         f"K {model.topk}{groups}",
         f"{shape.num_ranks} ranks of {shape.tokens} tokens, {plan.dtype}, {capacity}, "
         f"alignment {shape.expert_alignment}; a token goes to "
         f"{plan.distinct_ranks:.2f} ranks",
-        f"{machine.name}: NVLink {machine.link_rate / 1e9:g}, NIC "
-        f"{machine.nic_rate / 1e9:g}, memory {machine.memory_rate / 1e9:g} GB/s, "
-        f"{machine.domain_size} GPUs a node",
+        f"{machine.name}, GB/s: {', '.join(rates)}; {machine.domain_size} GPUs a node",
         f"[dim]Rates: {escape(machine.source)}.[/dim]",
-        "[dim]Uniform routing. Times are lower bounds, bytes over rates: latency and "
-        "waits come on top.[/dim]",
+        "[dim]Uniform routing. All bytes and times are arithmetic, times lower bounds, "
+        "bytes over rates: latency and waits come on top.[/dim]",
     ]
     for line in lines:
         console.print(line, highlight=False)
@@ -68,46 +71,108 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _exchanges(plan: Plan) -> list[Table]:
-    """A table for rows sent direct, and over several nodes one for a copy a node."""
-    tables = []
-    for route in dict.fromkeys(found.route for found in plan.exchanges):
-        ways = ", one copy a node" if route == "forwarded" else ""
-        table = _table(
-            f"One layer, per rank{ways}",
-            "stage",
-            "NVLink MB",
-            "NIC MB",
-            "memory MB",
-            "at least",
-            "bound by",
-            "SMs",
+def _exchanges(plan: Plan) -> Table:
+    """Every row straight to its rank: of one domain, what the package does."""
+    compared = ", straight to its rank: a comparison, which is not run"
+    table = _table(
+        f"One layer, per rank{compared if plan.hops else ''}",
+        "stage",
+        "NVLink MB",
+        "NIC MB",
+        "memory MB",
+        "at least",
+        "bound by",
+        "SMs",
+    )
+    for found in plan.exchanges:
+        of_bytes = found.name != "layout"  # Its time is not that of its bytes.
+        table.add_row(
+            found.name,
+            _mb(found.traffic.link),
+            _mb(found.traffic.nic),
+            _mb(found.traffic.memory),
+            _time(found.seconds) if of_bytes else "",
+            _BINDS[found.binds] if of_bytes else "latency",
+            "" if found.sms is None else str(found.sms),
         )
-        totals: dict[str, float] = {}
-        for found in plan.exchanges:
-            if found.route != route:
-                continue
-            measured = found.name != "layout"  # Its time is not that of its bytes.
-            if measured:
-                way = "backward" if found.name.endswith("backward") else "forward"
-                totals[way] = totals.get(way, 0.0) + found.seconds
-            table.add_row(
-                found.name,
-                f"{found.traffic.link / 1e6:.1f}",
-                f"{found.traffic.nic / 1e6:.1f}",
-                f"{found.traffic.memory / 1e6:.1f}",
-                _time(found.seconds) if measured else "",
-                _BINDS[found.binds] if measured else "latency",
-                "" if found.sms is None else str(found.sms),
-            )
-        times = [f"{w} {_time(s * plan.model.layers)}" for w, s in totals.items()]
-        table.caption = f"{plan.model.layers} MoE layers: at least {', '.join(times)}."
-        tables.append(table)
-    sms = "SMs: the fewest that do not hold the stage back."
+    times = {found.name: found.seconds for found in plan.exchanges}
+    layers = f"{plan.model.layers} MoE layers"
+    table.caption = f"{layers}: at least {_totals(plan, times)}.\n{_sms(plan)}"
+    return table
+
+
+def _hops(plan: Plan) -> list[Table]:
+    """Two hops: their bytes and times, and what that is between domains."""
+    if plan.crossing is None:
+        return []
+    shape, crossing = plan.shape, plan.crossing
+    table = _table(
+        f"One layer, per rank, by two hops: {shape.num_domains} domains of "
+        f"{shape.domain_size}, room for {crossing.places} of {shape.tokens} tokens to "
+        "each",
+        "stage",
+        "NIC MB",
+        "NVLink MB",
+        "memory MB",
+        "hop 1",
+        "hop 2",
+        "at least",
+        f"in {plan.chunks} parts",
+        "SMs",
+    )
+    between = _table(
+        "Between domains, out of each", "stage", "rank MB", "rail MB", "domain MB"
+    )
+    between.add_column("wanted", justify="right")
+    for found in plan.hops:
+        hops, bound = found.hops, found.bound
+        between.add_row(
+            found.name,
+            *(_mb(part) for part in (hops.between.nic, hops.rail, hops.boundary)),
+            f"{hops.wanted / hops.between.nic:.0%}",
+        )
+        times = [""] * 4
+        if found.name != "layout":
+            both = zip((bound.between, bound.inside), found.binds, strict=True)
+            times = [f"{_time(hop.seconds)} {_BINDS[binds]}" for hop, binds in both]
+            times += [_time(found.seconds), _time(found.chunked_seconds)]
+        table.add_row(
+            found.name,
+            _mb(hops.between.nic),
+            _mb(hops.inside.link),
+            _mb(hops.between.memory + hops.inside.memory),
+            *times,
+            "" if found.sms is None else str(found.sms),
+        )
+    serial = _totals(plan, {found.name: found.seconds for found in plan.hops})
+    split = _totals(plan, {found.name: found.chunked_seconds for found in plan.hops})
+    table.caption = (
+        f"{plan.model.layers} MoE layers: at least {serial}, a hop after the other.\n"
+        f"In {plan.chunks} parts whose hops overlap, which the package does not make: "
+        f"{split}.\n{_sms(plan)}"
+    )
+    between.caption = "A rail is the ranks with one place\nin each domain."
+    return [table, between]
+
+
+def _totals(plan: Plan, seconds: dict[str, float]) -> str:
+    """Of all layers: sums over stages with a time of their own."""
+    totals = {"forward": 0.0, "backward": 0.0}
+    for name, time in seconds.items():
+        if name != "layout":
+            totals["backward" if name.endswith("backward") else "forward"] += time
+    times = [f"{way} {_time(t * plan.model.layers)}" for way, t in totals.items()]
+    return ", ".join(times)
+
+
+def _sms(plan: Plan) -> str:
     if plan.machine.sm_write_rate is None or plan.machine.sm_add_rate is None:
-        sms = f"SMs: rates of one SM of {plan.machine.name} were not measured."
-    tables[-1].caption = f"{tables[-1].caption}\n{sms}"
-    return tables
+        return f"SMs: rates of one SM of {plan.machine.name} were not measured."
+    return "SMs: the fewest that do not hold the stage back."
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -124,6 +189,12 @@ def _memory(plan: Plan) -> Table:
         str(memory.dropless_rows),
         _size(memory.dropless_receive),
     )
+    if memory.relay:
+        table.add_row(
+            "what crosses between domains, up to four times",
+            str(memory.relay_rows),
+            _size(memory.relay),
+        )
     table.add_row("handle", "", _size(memory.handle))
     if memory.expert_weights is not None:
         table.add_row(
@@ -147,34 +218,35 @@ def _padding(plan: Plan) -> Table:
 
 def _growth(plan: Plan) -> Table:
     table = _table(
-        "Dispatch and combine as ranks grow, tokens per rank the same: direct, and one "
-        "copy a node",
+        "Dispatch and combine as ranks grow, tokens per rank the same: straight to "
+        "each rank, and by two hops",
         "\nranks",
         "ranks/\ntoken",
         "nodes/\ntoken",
         "direct\nNIC MB",
         "least\nms",
         "bound\nby",
-        "copies\nNIC MB",
+        "two hops\nNIC MB",
         "least\nms",
         "bound\nby",
     )
     for step in plan.growth:
+        direct = step.direct
         row = [
             str(step.num_ranks),
             f"{step.distinct_ranks:.2f}",
             f"{step.distinct_domains:.2f}",
+            f"{(direct.dispatch.nic + direct.combine.nic) / 1e6:.0f}",
+            f"{direct.seconds * 1e3:.3g}",
+            _slower(direct.dispatch_bound, direct.combine_bound),
         ]
-        routes = [step.direct]
-        if step.num_domains > 1:
-            routes.append(step.forwarded)
-        for route in routes:
-            bounds = (route.dispatch_bound, route.combine_bound)
-            slower = max(bounds, key=lambda bound: bound.seconds)
+        if (hops := step.hops) is not None:
+            nic = hops.dispatch.between.nic + hops.combine.between.nic
+            bounds = (hops.dispatch_bound, hops.combine_bound)
             row += [
-                f"{(route.dispatch.nic + route.combine.nic) / 1e6:.0f}",
-                f"{route.seconds * 1e3:.3g}",
-                _BINDS[slower.binds],
+                f"{nic / 1e6:.0f}",
+                f"{hops.seconds * 1e3:.3g}",
+                _slower(*(b for both in bounds for b in (both.between, both.inside))),
             ]
         table.add_row(*row)
     shown = {step.num_ranks for step in plan.growth}
@@ -187,21 +259,31 @@ def _growth(plan: Plan) -> Table:
     return table
 
 
+def _slower(*bounds: Bound) -> str:
+    return _BINDS[max(bounds, key=lambda bound: bound.seconds).binds]
+
+
 def _chart(plan: Plan) -> None:
-    """Bars: one for rows sent direct, one below for one copy a node."""
-    direct, forwarded = ("█", "░") if _unicode() else ("#", "-")
-    longest = max((step.direct.seconds for step in plan.growth), default=0)
+    """Bars: one for rows sent direct, one below for two hops."""
+    direct, hops = ("█", "░") if _unicode() else ("#", "-")
+    longest = max(
+        (
+            max(step.direct.seconds, step.hops.seconds if step.hops else 0)
+            for step in plan.growth
+        ),
+        default=0,
+    )
     if not longest:
         return
     console.print(
-        f"[bold]Dispatch and combine at least[/bold] ({direct} direct, {forwarded} one "
-        "copy a node)",
+        f"[bold]Dispatch and combine at least[/bold] ({direct} direct, {hops} "
+        "two hops)",
         highlight=False,
     )
     for step in plan.growth:
         bars = [(direct, step.direct.seconds)]
-        if step.num_domains > 1:
-            bars.append((forwarded, step.forwarded.seconds))
+        if step.hops is not None:
+            bars.append((hops, step.hops.seconds))
         label = f"EP{step.num_ranks}"
         for mark, seconds in bars:
             bar = mark * max(1, round(_BAR * seconds / longest))
@@ -226,7 +308,7 @@ def draw(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     times, targets = figure.subplots(1, 2)
     ranks = [step.num_ranks for step in plan.growth]
-    many = [step for step in plan.growth if step.num_domains > 1]
+    many = [(step, step.hops) for step in plan.growth if step.hops is not None]
     times.plot(
         ranks,
         [step.direct.seconds * 1e6 for step in plan.growth],
@@ -238,15 +320,15 @@ def draw(plan: Plan, path: Path) -> None:
     )
     if many:
         times.plot(
-            [step.num_ranks for step in many],
-            [step.forwarded.seconds * 1e6 for step in many],
+            [step.num_ranks for step, _ in many],
+            [hops.seconds * 1e6 for _, hops in many],
             "ks--",
             markerfacecolor="white",
-            label="one copy a node",
+            label="two hops",
         )
         targets.plot(
-            [step.num_ranks for step in many],
-            [step.distinct_domains for step in many],
+            [step.num_ranks for step, _ in many],
+            [step.distinct_domains for step, _ in many],
             "ks--",
             markerfacecolor="white",
             label="nodes",
