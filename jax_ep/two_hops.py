@@ -189,7 +189,7 @@ def dispatch(call: ffi.Call, handle, leaves, weights):
 
     def carried(rows):
         """What arrives of `[T, W]`: `[D*Q, W]`, zero in empty places."""
-        bits = lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
+        bits = _bits(rows)
         sent = to_rails(call, _picked(bits, handle.hop.send_token, empty=0))
         return lax.bitcast_convert_type(sent.reshape(-1, rows.shape[1]), rows.dtype)
 
@@ -230,7 +230,8 @@ def combine(
     def came_home(rows):
         rows = rows.reshape(num_domains, -1, rows.shape[1])
         # The barrier keeps XLA from undoing the rounding (excess precision).
-        return to_rails(call, lax.optimization_barrier(rows))
+        sent = to_rails(call, _bits(lax.optimization_barrier(rows)))
+        return lax.bitcast_convert_type(sent, rows.dtype)
 
     sums = []
     biases = bias or [None] * len(dtypes)
@@ -281,6 +282,11 @@ def _inner(handle) -> _Inner:
         handle.group_counts,
         handle.group_offsets,
     )
+
+
+def _bits(rows: jax.Array) -> jax.Array:
+    """For the collective: XLA sends bfloat16 as float32 on CPUs, twice the bytes."""
+    return lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
 
 
 def _picked(rows: jax.Array, token: jax.Array, *, empty: int) -> jax.Array:

@@ -23,7 +23,7 @@ from jax_ep.sizing.traffic import (
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """Rows of a rank in two hops: counts of tokens, means over ranks.
+    """Rows of a rank in two hops, where no receive buffer overflows: means over ranks.
 
     Attributes:
       places: Q, tokens that have room to a domain.

@@ -32,6 +32,7 @@ class Layer:
       expert_alignment: A.
       dtype: of the rows.
       stamps: whether calls note when their phases began and ended.
+      domain_size, network_capacity_factor: of two hops; None is one domain.
     """
 
     tokens: int
@@ -43,6 +44,8 @@ class Layer:
     expert_alignment: int = 1
     dtype: str = "bfloat16"
     stamps: bool = False
+    domain_size: int | None = None
+    network_capacity_factor: float | None = None
 
     def layout(
         self, ids, implementation: Implementation | None = "ffi"
@@ -51,6 +54,8 @@ class Layer:
         return jax_ep.dispatch_layout(
             ids,
             num_experts=self.experts,
+            domain_size=self.domain_size,
+            network_capacity_factor=self.network_capacity_factor,
             capacity=self.capacity,
             expert_alignment=self.expert_alignment,
             num_sms=self.num_sms,
