@@ -333,6 +333,24 @@ def test_transformations():
     same(*results)
 
 
+@pytest.mark.parametrize("slots, experts", [(1, 1), (31, 4), (64, 2), (1000, 40)])
+def test_slots_are_numbered_without_a_sort(slots, experts):
+    """Which number a slot is of its expert, the last being no expert; by a loop."""
+    expert = np.random.default_rng(slots).integers(experts + 1, size=(3, slots))
+    call = jax.jit(
+        jax.vmap(lambda e: two_hops.count_and_number(e, num_experts=experts))
+    )
+    counts, numbers = call(expert.astype(np.int32))
+    for row, count, number in zip(expert, counts, numbers, strict=True):
+        seen = [0] * (experts + 1)
+        for slot, of in enumerate(row):
+            assert number[slot] == seen[of]
+            seen[of] += 1
+        same(count, np.array(seen[:-1]))
+    text = call.lower(expert.astype(np.int32)).compile().as_text()
+    assert " sort(" not in text
+
+
 @pytest.mark.parametrize(
     "told, message",
     [
