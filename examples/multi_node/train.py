@@ -27,6 +27,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--domain-size", type=int, help="GPUs that NVLink joins [all of the axis]"
     )
+    parser.add_argument(
+        "--heartbeat-seconds",
+        type=int,
+        default=100,
+        help="silence after which a process counts as dead, and all end [%(default)s]",
+    )
     parser.add_argument("--tokens", type=int, default=1024, help="per device")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--experts", type=int, default=64)
@@ -88,7 +94,12 @@ def train(given: argparse.Namespace) -> list[float]:
 def main() -> None:
     given = arguments()
     # Before anything else asks for devices. Under Slurm it needs no arguments.
-    jax.distributed.initialize(given.coordinator, given.processes, given.process)
+    jax.distributed.initialize(
+        given.coordinator,
+        given.processes,
+        given.process,
+        heartbeat_timeout_seconds=given.heartbeat_seconds,
+    )
     if jax.process_index() == 0:
         print(
             f"{jax.process_count()} processes, {jax.device_count()} devices, "
