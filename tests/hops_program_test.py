@@ -116,6 +116,31 @@ def test_bytes_and_memory_of_the_compiled_program(shape):
             assert relay < memory.temp_size_in_bytes < 3.5 * relay, name
 
 
+def test_at_most_four_buffers_of_what_crosses_are_alive():
+    """A whole step, whose other buffers are small: few receive rows, wide tokens."""
+    shape = Shape(UniformRouting(8, 1), 256, 512, RANKS, domain_size=2)
+
+    def step(x, weights, ids):
+        def loss(x, weights):
+            handle = jax_ep.dispatch_layout(
+                ids, num_experts=8, domain_size=2, capacity=8
+            )
+            rows, recv = jax_ep.dispatch(x, handle, weights)
+            y = rows * recv[:, None].astype(x.dtype)
+            return jax_ep.combine(y, handle).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1))(x, weights)
+
+    def of(width, dtype):
+        return jax.ShapeDtypeStruct((RANKS * shape.tokens, width), dtype)
+
+    program = on_ranks(step, CPU_FFI.mesh(expert=RANKS))
+    lowered = program.lower(of(512, jnp.bfloat16), of(1, jnp.float32), of(1, jnp.int32))
+    memory = lowered.compile().memory_analysis()
+    relay = sizing.relay_bytes(shape, sizing.row_bytes(shape.hidden))
+    assert 2 * relay < memory.temp_size_in_bytes < 4.1 * relay
+
+
 @pytest.mark.parametrize("wire, dtype", [("float8_e4m3fn", "float8"), ("mxfp8",) * 2])
 def test_bytes_of_quantised_rows(wire, dtype):
     shape = SHAPES[1]
