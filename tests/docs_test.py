@@ -57,15 +57,13 @@ def test_public_names_are_documented():
     api = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     entries = set(re.findall(r"^::: (\S+)$", api, re.MULTILINE))
     found = {f"jax_ep.{name}": getattr(jax_ep, name) for name in jax_ep.__all__}
-    for name in jax_ep.sizing.__all__:
-        found[f"jax_ep.sizing.{name}"] = getattr(jax_ep.sizing, name)
     missing = [
         name
         for name, value in found.items()
         if hasattr(value, "__qualname__")
         and f"{value.__module__}.{value.__qualname__}" not in entries
     ]
-    assert len(entries) > 60 and missing == []
+    assert len(entries) > 40 and missing == []
 
 
 @pytest.mark.timeout(300)  # A page is several programs.
