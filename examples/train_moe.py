@@ -241,7 +241,7 @@ def command_line() -> Parser:
         "--record",
         type=Path,
         metavar="FILE",
-        help="writes the experts that every byte went to, for `python -m jax_ep`",
+        help="writes the experts that every byte went to, for `jax_ep bench --routing`",
     )
     training(
         "--record-every",

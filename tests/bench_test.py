@@ -166,7 +166,8 @@ def test_a_small_run_on_gpus():
 
 def test_json_is_all_there_is_on_standard_output(tmp_path):
     result = run(
-        *options(**SMALL, routing="one-hot", shared_hidden=0, capacity="1x"), "--json"
+        *options(**SMALL, routing="one-hot", shared_hidden=0, capacity_factor=1),
+        "--json",
     )
     document = json.loads(result.stdout)
     # Both of a token's experts are the first rank's, which has room for half of them.
@@ -224,8 +225,13 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
         (dict(shared_hidden=-1), "shared_hidden (=-1) must be at least 0."),
         (dict(ranks=99), "ranks (=99) must be at most the 8 CPU devices there are."),
         (
-            dict(capacity="3000000000"),
+            dict(capacity=3000000000),
             "capacity (=3000000000) must be below 2**31: rows are int32.",
+        ),
+        (
+            dict(tokens=2**30),
+            "tokens (=1073741824) must leave R*T*K + L*(A-1) (=4294967296) below "
+            "2**31: rows are int32.",
         ),
         (dict(platform="tpu"), "platform (=tpu) must be cpu or gpu."),
         (dict(dtype="int8"), "dtype (=int8) must be bfloat16, float16, float32."),
@@ -234,17 +240,17 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
             "routing (=zipff) must be uniform, zipf, one-hot, or a recorded file.",
         ),
         (
-            dict(capacity="much"),
-            "capacity (=much) must be rows, a factor of T*K like 1.25x, demand or "
-            "dropless.",
+            dict(capacity_factor="much"),
+            "--capacity-factor (=much) must be a number, or none for dropless.",
+        ),
+        (dict(capacity_factor="nan"), "capacity_factor (=nan) must be positive."),
+        (
+            dict(capacity=8, capacity_factor="1.25"),
+            "capacity (=8) must be left out with capacity_factor (=1.25).",
         ),
         (
-            dict(capacity="1.25"),
-            "capacity (=1.25) must be whole rows, or a factor: 1.25x.",
-        ),
-        (
-            dict(capacity="4", alignment=8),
-            "capacity (=4) must be at least the alignment (=8).",
+            dict(capacity=4, alignment=8),
+            "capacity (=4) must be at least the alignment (=8) in rows.",
         ),
     ],
 )
@@ -301,20 +307,21 @@ def test_models_fill_in_what_is_left_open():
 
 
 @pytest.mark.parametrize(
-    "capacity, rows",
+    "given, rows",
     [
-        ("demand", 32),  # 18 and 4 rows, in blocks of 8: 24 and 8
-        ("dropless", 2 * 16 * 2 + 2 * 7 - 6),
-        ("1.25x", 40),
-        ("33", 32),
+        (dict(capacity_factor="demand"), 32),  # 18 and 4 in blocks of 8: 24 and 8
+        (dict(capacity_factor="none"), 2 * 16 * 2 + 2 * 7 - 6),
+        (dict(capacity_factor="1.25"), 40),
+        (dict(capacity_factor="1e300"), 2 * 16 * 2 + 2 * 7 - 6),
+        (dict(capacity=33), 32),
     ],
 )
-def test_capacity(capacity, rows):
+def test_capacity(given, rows):
     ids = np.full((1, 2, 16, 2), -1, np.int32)
     ids[0, 0, :, 0] = 0
     ids[0, 1, :2, 0], ids[0, 1, 2:6, 0] = 0, 1
     found = replay.Replay("", ids, 4)
-    asked = Request(capacity=capacity, alignment=8)
+    asked = Request(alignment=8, **given)
     assert request._capacity(asked, found) == rows
 
 

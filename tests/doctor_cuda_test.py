@@ -10,6 +10,7 @@ from doctor_test import line, problems
 
 from jax_ep import grouped_matmul
 from jax_ep.installed import pip_install
+from jax_ep.tools import doctor
 from jax_ep.tools.checks import driver, experts, gpus, kernels, nccl
 
 DEV = ["/dev/nvidia0", "/dev/nvidia1"]
@@ -69,10 +70,57 @@ def test_gpus_that_jax_does_not_see():
     ],
 )
 def test_gpus_that_the_user_hides(variable, value):
+    shown = f"{variable}={value or '(empty)'}"
     outcomes = look({variable: value}, seen=[])
     assert {(o.state, o.found) for o in outcomes} == {
-        ("not applicable", f"{variable}={value} leaves the GPUs out")
+        ("not applicable", f"{shown} leaves the GPUs out")
     }
+    # Without GPUs, JAX_PLATFORMS=cpu is what one would write.
+    outcomes = look({variable: value}, system=[], seen=[])
+    more = f" found, and {shown} would leave them out" if variable[0] == "C" else ""
+    assert {o.found for o in outcomes} == {f"no CUDA devices{more}"}
+
+
+def test_gpus_of_which_some_are_hidden():
+    outcomes = look({"CUDA_VISIBLE_DEVICES": "0"}, seen=KINDS[:1])
+    assert line(outcomes, "JAX sees")[1] == (
+        "1 of 2 (CUDA_VISIBLE_DEVICES=0): NVIDIA H200"
+    )
+
+
+NO_LIBRARY = "Unable to load cuPTI. Is it installed?"
+
+
+@pytest.mark.parametrize(
+    ("system", "failure", "is_problem"),
+    [
+        (DEV, NO_LIBRARY, True),
+        ([], NO_LIBRARY, True),
+        (DEV, "cuInit failed: CUDA_ERROR_NO_DEVICE", True),
+        ([], "cuInit failed: CUDA_ERROR_NO_DEVICE", False),
+    ],
+)
+def test_a_plugin_that_does_not_start(system, failure, is_problem):
+    outcomes = gpus.check(system, [], "Unknown backend", None, {}, [failure])
+    plugin = [outcome for outcome in outcomes if outcome.name == "CUDA plugin"]
+    assert [outcome.state for outcome in plugin] == ["problem"] * is_problem
+    for outcome in plugin:
+        assert outcome.found == f"did not start: {failure}"
+        assert "'.[cuda13]'" in outcome.remedy
+
+
+def test_what_jax_logs_of_a_plugin_is_found(tmp_path):
+    """By a JAX that meets such a plugin, in a process of its own."""
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[jax_plugins]\nbroken = broken_plugin\n")
+    (tmp_path / "broken_plugin.py").write_text(
+        f"def initialize():\n  raise RuntimeError({NO_LIBRARY!r})\n"
+    )
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path), JAX_PLATFORMS="")
+    kinds, why, failures = doctor.seen_gpus(environment)
+    assert (kinds, NO_LIBRARY in failures) == ([], True), (why, failures)
 
 
 def test_gpus_that_the_user_names():

@@ -1,5 +1,6 @@
 """The doctor: its command, and a real exchange in a process of its own."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -49,7 +50,7 @@ def test_a_round_trip_that_fails(tmp_path):
     assert (found.state, found.found, found.remedy) == (
         "problem",
         'at "compiling": RuntimeError: rank 1 stayed away',
-        "Report it with the output of: python -m jax_ep doctor --json",
+        "Report it with the output of: jax_ep doctor --json",
     )
 
 
@@ -188,10 +189,10 @@ def test_this_machine_is_healthy():
     assert exchanged.startswith("8 devices (cpu): layout, dispatch, combine and their")
 
 
-def run_on(monkeypatch, outcomes: list[Outcome], *arguments: str):
-    """The command on a machine with these outcomes, in a terminal 100 wide."""
+def run_on(monkeypatch, outcomes: list[Outcome], *arguments: str, width: int = 100):
+    """The command on a machine with these outcomes, in a terminal of that width."""
     monkeypatch.setattr(doctor, "examine", lambda timeout_s, say: iter(outcomes))
-    monkeypatch.setattr(console, "console", rich.console.Console(width=100))
+    monkeypatch.setattr(console, "console", rich.console.Console(width=width))
     app = typer.Typer()
     app.command()(doctor.doctor)
     return CliRunner().invoke(app, arguments)
@@ -212,6 +213,16 @@ def test_problems_are_the_exit_status(monkeypatch):
         "what to do: pip install it",
         "1 problem, 1 healthy.",
     ]
+
+
+@pytest.mark.parametrize("width", [30, 50, 79, 80])
+def test_narrow_terminals_lose_nothing(monkeypatch, width):
+    problem = dataclasses.replace(PROBLEM, remedy="pip install " + "x" * 90)
+    result = run_on(monkeypatch, [HEALTHY, problem, *ABSENT], width=width)
+    assert max(map(len, result.stdout.splitlines())) <= width
+    text = "".join(result.stdout.split())
+    for words in ("3.12.1", "got[2.27]", "pipinstall" + "x" * 90, "noCUDAdevices"):
+        assert words in text
 
 
 def test_health_is_exit_status_0(monkeypatch):

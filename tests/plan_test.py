@@ -1,17 +1,23 @@
 """`python -m jax_ep plan`: what it prints, draws and refuses."""
 
+import importlib
+import importlib.metadata
+import io
 import json
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree
 
+import jax
 import pytest
+import rich.console
 import typer
 from typer.testing import CliRunner
 
+import jax_ep
 from jax_ep import sizing
-from jax_ep.tools import plan_view
+from jax_ep.tools import console, plan_view
 from jax_ep.tools.console import UserError
 from jax_ep.tools.estimate import ALIGNMENTS
 from jax_ep.tools.models import MODELS, find_model
@@ -178,7 +184,7 @@ def test_group_limited_routing_wants_less_room():
 
 
 def test_few_sms_bound_the_time():
-    found = stages(document("olmoe-1b-7b --ranks 2 --capacity-factor 1.25 --sms 4"))
+    found = stages(document("olmoe-1b-7b --ranks 2 --capacity-factor 1.25 --num-sms 4"))
     assert found["dispatch"]["binds"] == "sms"
     assert found["dispatch"]["seconds"] == found["dispatch"]["bound"]["sms"]
 
@@ -290,6 +296,8 @@ def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
         ("mixtral8x7b", "did you mean mixtral-8x7b?"),
         ("zzz", "known are deepseek-v2,"),
         ("--hidden 64", "or --experts, --topk too"),
+        ("olmoe-1b-7b --model kimi-k2", "--model (=kimi-k2) must be alone"),
+        ("olmoe-1b-7b --capacity-factor x", "must be a number, or none for dropless"),
         ("", "or --hidden, --experts, --topk too"),
         ("mixtral-8x7b --ranks 3", "num_ranks (=3) must divide num_experts (=8)"),
         ("mixtral-8x7b --topk 9", "num_topk (=9) must be at most num_experts (=8)"),
@@ -307,8 +315,8 @@ def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
         ("olmoe-1b-7b --nic-rate nan", "--nic-rate (=nan) must be positive"),
         ("olmoe-1b-7b --gpus-per-node 0", "domain_size (=0) must be at least 1"),
         ("olmoe-1b-7b --gpus-per-node 3", "multiple of domain_size (=3)"),
-        ("olmoe-1b-7b --sms 133", "num_sms (=133) must be at most the 132 of h200"),
-        ("olmoe-1b-7b --sms 8 --machine b200", "not measured on b200"),
+        ("olmoe-1b-7b --num-sms 133", "num_sms (=133) must be at most the 132 of h200"),
+        ("olmoe-1b-7b --num-sms 8 --machine b200", "not measured on b200"),
         (
             "--hidden 8 --experts 6 --topk 2 --ranks 12 --gpus-per-node 3",
             "the 4 domains of 3 ranks must divide num_experts (=6)",
@@ -324,20 +332,58 @@ def test_from_the_shell():
     """The program itself: JSON alone on stdout, and one line and status 2 for less."""
 
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "jax_ep", "plan", *arguments]
+        command = [sys.executable, "-P", "-m", "jax_ep", *arguments]
         return subprocess.run(command, capture_output=True, text=True)
 
-    done = program("deepseek-v3", "--json")
+    done = program("plan", "deepseek-v3", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["format"] == "jax_ep plan 2"
-    done = program("deepseek-v4")
+    done = program("plan", "deepseek-v4")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"jax_ep: model .* did you mean deepseek-v3\?.*\n", done.stderr)
+    done = program("--version")
+    ours = f"jax_ep {jax_ep.__version__}, jax {jax.__version__}, jaxlib "
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(ours) and done.stdout.count("\n") == 1
 
 
-def test_minus_one_is_dropless():
-    there = document("olmoe-1b-7b --capacity-factor -1")
-    assert there == document("olmoe-1b-7b")
+def test_the_console_script_is_the_same_program():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="jax_ep")
+    assert script.load() is importlib.import_module("jax_ep.__main__").main
+
+
+@pytest.mark.parametrize("flags", ["--capacity-factor -1", "--capacity-factor none"])
+def test_dropless(flags):
+    assert document(f"olmoe-1b-7b {flags}") == document("--model olmoe-1b-7b")
+
+
+def test_more_rows_than_int32_numbers():
+    """What is advised is what dispatch_layout takes, and no more."""
+    flags = "mixtral-8x7b --capacity-factor 1 --alignment 8"
+    (note,) = document(f"{flags} --tokens 134217728")["notes"]
+    most = int(re.search(r"send at most (\d+) in a call", note)[1])
+    # R*T*K and, for one local expert, A - 1.
+    assert 8 * most * 2 + 7 < 2**31 <= 8 * (most + 1) * 2 + 7
+    assert document(f"{flags} --tokens {most}")["notes"] == []
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 120])
+def test_terminals_of_any_width(width, monkeypatch):
+    """No line is too long, no number is broken, and nothing is left out."""
+    wide, narrow = (
+        rich.console.Console(width=n, file=io.StringIO()) for n in (400, width)
+    )
+    shown = []
+    for terminal in (wide, narrow):
+        for module in (console, plan_view):
+            monkeypatch.setattr(module, "console", terminal)
+        run("deepseek-v3 --ranks 16")
+        shown.append(terminal.file.getvalue())
+    assert max(map(len, shown[1].splitlines())) <= width
+    numbers = [re.findall(r"\d+\.\d+", text) for text in shown]
+    assert sorted(numbers[0]) == sorted(numbers[1])
+    # What runs today stands beside what is arithmetic.
+    assert "Up to 8 ranks, one NVLink domain, run" in " ".join(shown[1].split())
 
 
 @pytest.mark.parametrize("name", MODELS)

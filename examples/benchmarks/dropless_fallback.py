@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64, help="of each rank")
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--expert-hidden", type=int, default=128)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--topk", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -51,7 +51,7 @@ def main() -> None:
         num_experts=args.experts,
         num_experts_per_tok=args.topk,
         hidden_size=args.hidden,
-        moe_intermediate_size=args.width,
+        moe_intermediate_size=args.expert_hidden,
     )
     config = jax_ep.MoEConfig(**base)
     params = jax_ep.init_params(jax.random.key(1), config, jnp.dtype(args.dtype))
@@ -80,7 +80,7 @@ def main() -> None:
             times[name].append(time.perf_counter() - start)
     print(
         f"{mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}, "
-        f"T {args.tokens}, H {args.hidden}, F {args.width}, E {args.experts}, "
+        f"T {args.tokens}, H {args.hidden}, F {args.expert_hidden}, E {args.experts}, "
         f"K {args.topk}, {args.dtype}, {args.repeats} turns"
     )
     print("arm               rounds  dropped  median ms  quartiles      MB temporary")

@@ -58,7 +58,7 @@ def difference(one, two) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--expert-hidden", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--topk", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
@@ -70,7 +70,7 @@ def main() -> None:
         num_experts=args.experts,
         num_experts_per_tok=args.topk,
         hidden_size=args.hidden,
-        moe_intermediate_size=args.width,
+        moe_intermediate_size=args.expert_hidden,
         load_balance_loss_weight=0.01,
     )
 

@@ -8,28 +8,26 @@ from typing import Annotated
 import rich.progress
 import typer
 
-from jax_ep.tools import bench_view, console, measurement
+from jax_ep.tools import bench_view, console, flags, measurement
 from jax_ep.tools.benchmark.request import Request
 from jax_ep.tools.benchmark.run import measure
 from jax_ep.tools.console import UserError
 from jax_ep.tools.measurement import Measurement
-from jax_ep.tools.models import MODELS, find_model
+from jax_ep.tools.models import find_model
 
 __all__ = ["Request", "bench", "make_request", "measure", "measure_with_progress"]
 
-_MODEL = f"H, F, E, K and dtype of a known model ({', '.join(MODELS)})."
-
 
 def bench(
-    model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
-    tokens: Annotated[int | None, typer.Option(help="T, tokens per rank.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="H.")] = None,
-    expert_hidden: Annotated[int | None, typer.Option(help="F, of an expert.")] = None,
+    model: Annotated[str | None, flags.MODEL] = None,
+    tokens: Annotated[int | None, flags.TOKENS] = None,
+    hidden: Annotated[int | None, flags.HIDDEN] = None,
+    expert_hidden: Annotated[int | None, flags.EXPERT_HIDDEN] = None,
     shared_hidden: Annotated[
         int | None, typer.Option(help="Of the shared expert; 0 is none.")
     ] = None,
-    topk: Annotated[int | None, typer.Option(help="K, experts per token.")] = None,
-    experts: Annotated[int | None, typer.Option(help="E, over all ranks.")] = None,
+    topk: Annotated[int | None, flags.TOPK] = None,
+    experts: Annotated[int | None, flags.EXPERTS] = None,
     ranks: Annotated[
         int | None, typer.Option(help="R; all GPUs, or 4 CPU devices.")
     ] = None,
@@ -45,25 +43,25 @@ def bench(
     steps: Annotated[
         int | None, typer.Option(help="Batches of the routing: 8, or all recorded.")
     ] = None,
-    capacity: Annotated[
+    capacity_factor: Annotated[
         str,
         typer.Option(
-            help="C: rows, 1.25x (of T*K), dropless, or demand (of these batches)."
+            help="Receive rows over T*K; none is dropless, demand what these batches "
+            "need."
         ),
     ] = "demand",
-    alignment: Annotated[int, typer.Option(help="A, rows.")] = 1,
-    num_sms: Annotated[
-        int | None, typer.Option(help="SMs of the CUDA kernels.")
+    capacity: Annotated[
+        int | None, typer.Option(help="C, rows, in place of a factor.")
     ] = None,
+    alignment: Annotated[int, flags.ALIGNMENT] = 1,
+    num_sms: Annotated[int | None, flags.NUM_SMS] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Writes the measurement there, for report.")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Prints the measurement alone.")
-    ] = False,
+    json: Annotated[bool, flags.JSON] = False,
 ) -> None:
     """Measure the exchanges and the experts on your shapes and your routing.
 
@@ -85,6 +83,7 @@ def bench(
             experts=experts,
             platform=platform,
             ranks=ranks,
+            capacity_factor=capacity_factor,
             capacity=capacity,
             alignment=alignment,
             num_sms=num_sms,
@@ -103,7 +102,7 @@ def bench(
     bench_view.show(found)
     if out is not None:
         console.console.print(
-            f"\nWritten to {out}: python -m jax_ep report {out}",
+            f"\nWritten to {out}: jax_ep report {out}",
             highlight=False,
             markup=False,
             soft_wrap=True,

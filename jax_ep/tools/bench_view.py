@@ -4,10 +4,13 @@ import statistics
 
 from rich.table import Table
 
-from jax_ep.tools.console import console
+from jax_ep.tools.console import console, show_table
 from jax_ep.tools.diagnosis import KINDS, Diagnosis, diagnose, duration
 from jax_ep.tools.measurement import Measurement
 from jax_ep.tools.page.conditions import busy_host
+
+# Two of the columns are sentences, which wrap.
+LEAST_FOR_SENTENCES = 72
 
 
 def show(found: Measurement) -> None:
@@ -20,12 +23,12 @@ def show(found: Measurement) -> None:
         f"routing {found.routing}",
         highlight=False,
     )
-    console.print(exchanges(found))
+    show_table(exchanges(found))
     if (table := phases(found)) is not None:
-        console.print(table)
-    console.print(load(found))
+        show_table(table)
+    show_table(load(found))
     diagnosis = diagnose(found)
-    console.print(lost(diagnosis))
+    show_table(lost(diagnosis), least=LEAST_FOR_SENTENCES)
     console.print(diagnosis.sentence, highlight=False)
     if (busy := busy_host(found)) is not None:
         console.print(busy, highlight=False)

@@ -5,9 +5,14 @@ import sys
 from typing import Any
 
 import rich.console
+import rich.measure
+import rich.padding
+import rich.table
 
 console = rich.console.Console()
 errors = rich.console.Console(stderr=True)
+
+_ANY_WIDTH = 10_000
 
 
 class UserError(Exception):
@@ -18,3 +23,32 @@ def print_json(document: Any) -> None:
     """What `--json` prints: one document and nothing else on standard output."""
     json.dump(document, sys.stdout, indent=1)
     sys.stdout.write("\n")
+
+
+def show_table(table: rich.table.Table, *, least: int | None = None) -> None:
+    """Prints a table, or where it is too wide for this terminal a list of its rows.
+
+    Args:
+      table: columns of text.
+      least: the width that it can be read at; None is that of its widest cells.
+    """
+    if least is None:
+        options = console.options.update(width=_ANY_WIDTH)
+        least = rich.measure.Measurement.get(console, options, table).maximum
+    if least <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(f"[bold]{table.title}[/]", highlight=False)
+    heads = [
+        " ".join(str(column.header).split()).replace("/ ", "/")
+        for column in table.columns
+    ]
+    for first, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        console.print(f"{heads[0]} [bold]{first}[/]", highlight=False)
+        pairs = zip(heads[1:], cells, strict=True)
+        text = ", ".join(f"{head} {cell}" for head, cell in pairs if cell)
+        console.print(rich.padding.Padding(text, (0, 0, 0, 2)), highlight=False)
+    if table.caption:
+        console.print(table.caption, highlight=False)
+    console.print()

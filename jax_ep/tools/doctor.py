@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import rich.markup
+import rich.padding
 import rich.table
 import typer
 
@@ -29,6 +30,7 @@ from jax_ep.tools.checks.outcome import NO_CUDA, Outcome
 FORMAT = "jax_ep doctor 1"
 
 _SEEN_TIMEOUT_S = 120.0  # To start JAX on all GPUs of a busy machine.
+_LEAST_FOR_TABLE = 80  # Characters; half of them stay for what was found.
 _STYLES = {"healthy": "green", "problem": "bold red", "not applicable": "dim"}
 
 
@@ -88,12 +90,12 @@ def examine(timeout_s: float, say=lambda text: None) -> Iterator[Outcome]:
     )
 
     say("starting JAX on the GPUs")
-    seen, why_unseen, cuda = [], "", None
+    seen, why_unseen, failures, cuda = [], "", [], None
     if (system or has_plugin) and not is_hidden:
-        seen, why_unseen = seen_gpus(environment)
+        seen, why_unseen, failures = seen_gpus(environment)
     if seen:
         cuda = driver.ask()
-    yield from gpus.check(system, seen, why_unseen, cuda, environment)
+    yield from gpus.check(system, seen, why_unseen, cuda, environment, failures)
 
     say("compiling a kernel")
     is_needed = bool(seen) or kernels.has_compiler()
@@ -111,16 +113,20 @@ def examine(timeout_s: float, say=lambda text: None) -> Iterator[Outcome]:
         yield round_trip.SUBJECT.not_applicable("GPUs", NO_CUDA)
 
 
-def seen_gpus(environment) -> tuple[list[str], str]:
-    """Kinds of the GPUs that JAX sees in a process of its own, or why it sees none."""
+def seen_gpus(environment) -> tuple[list[str], str, list[str]]:
+    """What JAX in a process of its own makes of the GPUs.
+
+    Returns their kinds; or why there are none; and of plugins that did not start, why.
+    """
     changed = round_trip.environment_of("cuda", environment)
     ended = round_trip.run(["-m", "jax_ep.tools.checks.seen"], changed, _SEEN_TIMEOUT_S)
     found = ended.lines[-1] if ended.lines else {}
+    failures = found.get("plugin", [])
     if "kinds" in found:
-        return found["kinds"], ""
+        return found["kinds"], "", failures
     if ended.status is None:
-        return [], f"JAX did not start within {_SEEN_TIMEOUT_S:g} s"
-    return [], ended.complaint or found.get("error", "")
+        return [], f"JAX did not start within {_SEEN_TIMEOUT_S:g} s", failures
+    return [], ended.complaint or found.get("error", ""), failures
 
 
 def architectures(found: driver.Driver | None) -> tuple[str, ...]:
@@ -131,26 +137,15 @@ def architectures(found: driver.Driver | None) -> tuple[str, ...]:
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """A table for people: a line for each check, and below it what to do."""
-    table = rich.table.Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for subject, found in itertools.groupby(outcomes, lambda o: o.subject):
-        table.add_row()
-        for n, outcome in enumerate(_shortened(list(found))):
-            style = _STYLES[outcome.state]
-            table.add_row(
-                "" if n else subject,
-                outcome.name,
-                f"[{style}]{outcome.state}[/]",
-                rich.markup.escape(outcome.found),
-            )
-            if outcome.remedy:
-                text = f"[bold]what to do:[/] {rich.markup.escape(outcome.remedy)}"
-                table.add_row("", "", "", text)
-    console.console.print(table)
+    """For people: each check, and below it what to do."""
+    groups = [
+        (subject, _shortened(list(found)))
+        for subject, found in itertools.groupby(outcomes, lambda o: o.subject)
+    ]
+    if console.console.width < _LEAST_FOR_TABLE:
+        _list(groups)
+    else:
+        _table(groups)
     num_problems = sum(outcome.state == "problem" for outcome in outcomes)
     num_healthy = sum(outcome.state == "healthy" for outcome in outcomes)
     console.console.print()
@@ -164,9 +159,52 @@ def show(outcomes: list[Outcome]) -> None:
         console.console.print(f"[bold green]Healthy[/]: {num_healthy} {checks}.")
 
 
+def _table(groups: list[tuple[str, list[Outcome]]]) -> None:
+    table = rich.table.Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for subject, found in groups:
+        table.add_row()
+        for n, outcome in enumerate(found):
+            table.add_row(
+                "" if n else subject,
+                outcome.name,
+                _state(outcome),
+                rich.markup.escape(outcome.found),
+            )
+            if outcome.remedy:
+                table.add_row("", "", "", _remedy(outcome))
+    console.console.print(table)
+
+
+def _list(groups: list[tuple[str, list[Outcome]]]) -> None:
+    for subject, found in groups:
+        console.console.print(f"\n[bold]{subject}[/]")
+        for outcome in found:
+            head = f"{outcome.name}: " if outcome.name else ""
+            text = f"{head}{_state(outcome)}: {rich.markup.escape(outcome.found)}"
+            lines = [text, _remedy(outcome)] if outcome.remedy else [text]
+            for line in lines:
+                padded = rich.padding.Padding(line, (0, 0, 0, 2))
+                console.console.print(padded, highlight=False)
+
+
+def _state(outcome: Outcome) -> str:
+    return f"[{_STYLES[outcome.state]}]{outcome.state}[/]"
+
+
+def _remedy(outcome: Outcome) -> str:
+    return f"[bold]what to do:[/] {rich.markup.escape(outcome.remedy or '')}"
+
+
 def _shortened(outcomes: list[Outcome]) -> list[Outcome]:
-    """One line for a subject none of whose checks applies, for one reason."""
-    reasons = {(outcome.state, outcome.found) for outcome in outcomes}
-    if len(reasons) == 1 and outcomes[0].state == "not applicable":
-        return [dataclasses.replace(outcomes[0], name="")]
-    return outcomes
+    """One line for a subject's checks that do not apply, if it is for one reason."""
+    absent = [outcome for outcome in outcomes if outcome.state == "not applicable"]
+    if len({outcome.found for outcome in absent}) != 1 or outcomes[-1] != absent[-1]:
+        return outcomes
+    present = [outcome for outcome in outcomes if outcome not in absent]
+    if present and len(absent) == 1:
+        return outcomes
+    return [*present, dataclasses.replace(absent[0], name="")]

@@ -3,12 +3,11 @@
 import dataclasses
 
 from jax_ep import sizing, two_hops
-from jax_ep.exchange import MAX_EXPERTS
+from jax_ep.exchange import MAX_EXPERTS, MAX_INT32
 from jax_ep.layout import MAX_TOPK
 from jax_ep.tools.models import Model
 
 ALIGNMENTS = (8, 16, 64, 128, 256)  # Of grouped GEMMs' row tiles.
-_MAX_ROWS = 2**31 - 1  # Row numbers are int32.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +241,16 @@ def _notes(shape: sizing.Shape, memory: Memory, machine: sizing.Machine) -> list
             "times the rows that uniform routing fills, and dispatch writes all of it, "
             "zeros included: --capacity-factor bounds it."
         )
-    if memory.receive_rows > _MAX_ROWS:
+    if shape.num_domains == 1:  # Else rows come from fewer ranks: see two_hops.
+        spare = shape.num_slots // ranks * (shape.expert_alignment - 1)
+        most = (MAX_INT32 - spare) // (ranks * shape.routing.num_topk)
+        if shape.tokens > most:
+            notes.append(
+                "dispatch_layout numbers R*T*K rows in int32, whatever the capacity, "
+                f"and refuses {shape.tokens} tokens a rank: send at most {most} in a "
+                "call (parts of the batch one after another), or over fewer ranks."
+            )
+    elif memory.receive_rows > MAX_INT32:
         notes.append(
             f"{memory.receive_rows} receive rows are more than int32 numbers: jax_ep "
             "refuses them; give --capacity-factor."

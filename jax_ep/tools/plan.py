@@ -10,27 +10,27 @@ from typing import Annotated, Any
 import typer
 
 from jax_ep import sizing
-from jax_ep.tools import console, plan_view
+from jax_ep.tools import console, flags, plan_view
 from jax_ep.tools.console import UserError
 from jax_ep.tools.estimate import make_plan
-from jax_ep.tools.models import MODELS, Model, find_model
+from jax_ep.tools.models import Model, find_model
 
 FORMAT = "jax_ep plan 2"
 
 
 def plan(
     model: Annotated[
-        str | None,
-        typer.Argument(help=f"A known model ({', '.join(MODELS)}); options override."),
+        str | None, typer.Argument(help=f"{flags.MODEL_HELP} Options override.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="R, ranks that share the experts.")] = 8,
-    tokens: Annotated[int, typer.Option(help="T, tokens per rank.")] = 8192,
-    hidden: Annotated[int | None, typer.Option(help="H.")] = None,
-    experts: Annotated[int | None, typer.Option(help="E.")] = None,
-    topk: Annotated[int | None, typer.Option(help="K.")] = None,
-    expert_hidden: Annotated[
-        int | None, typer.Option(help="F, for the memory of weights.")
+    model_option: Annotated[
+        str | None, typer.Option("--model", help="The same, by its name elsewhere.")
     ] = None,
+    ranks: Annotated[int, flags.RANKS] = 8,
+    tokens: Annotated[int, flags.TOKENS] = 8192,
+    hidden: Annotated[int | None, flags.HIDDEN] = None,
+    experts: Annotated[int | None, flags.EXPERTS] = None,
+    topk: Annotated[int | None, flags.TOPK] = None,
+    expert_hidden: Annotated[int | None, flags.EXPERT_HIDDEN] = None,
     groups: Annotated[
         int | None, typer.Option(help="Groups of group-limited routing.")
     ] = None,
@@ -46,10 +46,9 @@ def plan(
         ),
     ] = "bfloat16",
     capacity_factor: Annotated[
-        float | None,
-        typer.Option(help="Receive rows over T*K; left out, dropless."),
-    ] = None,
-    alignment: Annotated[int, typer.Option(help="A, expert alignment.")] = 1,
+        str, typer.Option(help="Receive rows over T*K; none is dropless.")
+    ] = "none",
+    alignment: Annotated[int, flags.ALIGNMENT] = 1,
     machine: Annotated[
         str, typer.Option(help=f"{', '.join(sizing.MACHINES)}: rates of a GPU.")
     ] = "h200",
@@ -75,30 +74,30 @@ def plan(
     memory_rate: Annotated[
         float | None, typer.Option(help="GB/s of memory, read plus written.")
     ] = None,
-    sms: Annotated[
-        int | None, typer.Option(help="SMs for communication; bounds the time too.")
-    ] = None,
+    num_sms: Annotated[int | None, flags.NUM_SMS] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write a picture: FILE.png or FILE.svg.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    json: Annotated[bool, flags.JSON] = False,
 ) -> None:
     """Bytes, memory and least time of a model's expert exchange, from EP2 to EP2048.
 
     Needs no GPU. Routing is uniform, and times are lower bounds: bytes over rates.
     """
+    if model and model_option:
+        raise UserError(f"--model (={model_option}) must be alone, without {model}.")
     if plot is not None:
         plan_view.check_picture(plot)
     with _refused():
         rates = _machine(machine, gpus_per_node, link_rate, nic_rate, memory_rate)
-        if sms is not None and rates.sm_write_rate is None:
+        if num_sms is not None and rates.sm_write_rate is None:
             raise UserError(
-                f"--sms (={sms}) needs the rates of one SM, which were not measured on "
-                f"{machine}."
+                f"--num-sms (={num_sms}) needs the rates of one SM, which were not "
+                f"measured on {machine}."
             )
         found = make_plan(
             _model(
-                model,
+                model_option or model,
                 hidden=hidden,
                 experts=experts,
                 topk=topk,
@@ -110,12 +109,12 @@ def plan(
             ranks=ranks,
             tokens=tokens,
             dtype=dtype,
-            capacity_factor=None if capacity_factor == -1 else capacity_factor,
+            capacity_factor=flags.capacity_factor(capacity_factor),
             alignment=alignment,
             network_capacity_factor=network_capacity_factor,
             chunks=chunks,
             machine=rates,
-            num_sms=sms,
+            num_sms=num_sms,
         )
     if plot is not None:
         plan_view.draw(found, plot)

@@ -11,14 +11,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_ep.installed import pip_install
-from jax_ep.sizing import EP_RANKS, Bound
-from jax_ep.tools.console import UserError, console
+from jax_ep.sizing import EP_RANKS, MAX_RANKS, Bound
+from jax_ep.tools.console import UserError, console, show_table
 
 if TYPE_CHECKING:
     from jax_ep.tools.estimate import Plan
 
 _PICTURES = (".png", ".svg")
-_BAR = 40  # Characters of the longest bar.
+_BAR = 40  # Characters of the longest bar, where the terminal has them.
+_BESIDE_BAR = 18  # For "EP2048" and "1000.0 ms".
 _RATES = {"link_rate": "NVLink", "nic_rate": "NIC", "memory_rate": "memory"}
 _BINDS = {"link": "NVLink", "nic": "NIC", "memory": "memory", "sms": "SMs"}
 
@@ -28,7 +29,7 @@ def show(plan: Plan) -> None:
     _heading(plan)
     tables = [_exchanges(plan), _memory(plan), _padding(plan), _growth(plan)]
     for table in [*_hops(plan), *tables]:
-        console.print(table)
+        show_table(table)
     _chart(plan)
     for note in plan.notes:
         console.print(f"[bold]Note:[/bold] {escape(note)}", highlight=False)
@@ -65,9 +66,9 @@ def _heading(plan: Plan) -> None:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
-    table.add_column(columns[0], overflow="fold")
+    table.add_column(columns[0])
     for column in columns[1:]:
-        table.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right")
     return table
 
 
@@ -249,11 +250,17 @@ def _growth(plan: Plan) -> Table:
                 _slower(*(b for both in bounds for b in (both.between, both.inside))),
             ]
         table.add_row(*row)
+    domain = min(plan.machine.domain_size, MAX_RANKS)
+    table.caption = (
+        f"Up to {domain} ranks, one NVLink domain, run as they are. More run with "
+        f"domain_size={domain}, in two hops, which has not been timed on several real "
+        "domains."
+    )
     shown = {step.num_ranks for step in plan.growth}
     left_out = [str(ranks) for ranks in EP_RANKS if ranks not in shown]
     if left_out:
-        table.caption = (
-            f"Left out: {', '.join(left_out)} ranks, over which {plan.model.experts} "
+        table.caption += (
+            f"\nLeft out: {', '.join(left_out)} ranks, over which {plan.model.experts} "
             f"experts or nodes of {plan.machine.domain_size} do not divide evenly."
         )
     return table
@@ -280,13 +287,14 @@ def _chart(plan: Plan) -> None:
         "two hops)",
         highlight=False,
     )
+    room = max(1, min(_BAR, console.width - _BESIDE_BAR))
     for step in plan.growth:
         bars = [(direct, step.direct.seconds)]
         if step.hops is not None:
             bars.append((hops, step.hops.seconds))
         label = f"EP{step.num_ranks}"
         for mark, seconds in bars:
-            bar = mark * max(1, round(_BAR * seconds / longest))
+            bar = mark * max(1, round(room * seconds / longest))
             console.print(f"{label:>7} {bar} {_time(seconds)}", highlight=False)
             label = ""
 

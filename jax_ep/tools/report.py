@@ -112,7 +112,9 @@ def _write(page: Page, out: Path, png: Path | None) -> None:
 def _show(page: Page, diagnosis: Diagnosis | None, out: Path, png: Path | None) -> None:
     console.console.print(page.verdict, highlight=False, markup=False)
     if diagnosis is not None:
-        console.console.print(bench_view.lost(diagnosis))
+        console.show_table(
+            bench_view.lost(diagnosis), least=bench_view.LEAST_FOR_SENTENCES
+        )
     written = f"{out}" if png is None else f"{out}, and pictures in {png}"
     console.console.print(f"Written: {written}", highlight=False, markup=False)
 

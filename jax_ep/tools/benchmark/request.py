@@ -1,24 +1,23 @@
 """What `bench` is asked for, checked; and the devices it runs on."""
 
 import dataclasses
+import math
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_ep.axis import MAX_RANKS
-from jax_ep.exchange import MAX_EXPERTS
+from jax_ep.exchange import MAX_EXPERTS, MAX_INT32
 from jax_ep.layout import MAX_TOPK
+from jax_ep.tools import flags
 from jax_ep.tools.benchmark import replay, routings
 from jax_ep.tools.benchmark.exchanges import Layer
 from jax_ep.tools.benchmark.layer import Widths
 from jax_ep.tools.console import UserError
 
 CPU_RANKS = 4
-_MAX_ROWS = 2**31 - 1
 DTYPES = ("bfloat16", "float16", "float32")
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
@@ -32,8 +31,9 @@ class Request:
       shared_hidden: S of the shared expert; None is F, 0 is none.
       platform: "cpu" or "gpu"; None is GPUs where there are any.
       ranks: R; None is all GPUs, or `CPU_RANKS` CPU devices, or that of a recording.
-      capacity: rows, "2x" (of T*K), "dropless", or "demand": as many as the busiest
-        rank needs in any step, padding included.
+      capacity_factor: "2" (rows over T*K), "none" (dropless), or "demand": as many rows
+        as the busiest rank needs in any step, padding included.
+      capacity: C, rows, in place of a factor.
       alignment: A.
       num_sms: of the kernels; None is their default.
       dtype: of the rows.
@@ -50,7 +50,8 @@ class Request:
     experts: int | None = None
     platform: str | None = None
     ranks: int | None = None
-    capacity: str = "demand"
+    capacity_factor: str = "demand"
+    capacity: int | None = None
     alignment: int = 1
     num_sms: int | None = None
     dtype: str | None = None
@@ -113,13 +114,20 @@ def resolve(request: Request) -> Case:
     if ids is None:
         sizes = dict(tokens=shape.tokens, topk=shape.topk, experts=shape.experts)
         check_sizes(ranks=len(devices), topk=shape.topk, experts=shape.experts)
+        rows = len(devices) * shape.tokens * shape.topk
+        rows += shape.experts // len(devices) * (request.alignment - 1)
+        if rows > MAX_INT32:
+            raise UserError(
+                f"tokens (={shape.tokens}) must leave R*T*K + L*(A-1) (={rows}) below "
+                "2**31: rows are int32."
+            )
         ids = replay.made(
             request.routing, ranks=len(devices), steps=request.steps, **sizes
         )
     _, ranks, tokens, topk = ids.ids.shape
     check_sizes(ranks=ranks, topk=topk, experts=ids.experts)
     capacity = _capacity(request, ids)
-    if capacity > _MAX_ROWS:
+    if capacity > MAX_INT32:
         raise UserError(f"capacity (={capacity}) must be below 2**31: rows are int32.")
     layer = Layer(
         tokens,
@@ -236,26 +244,30 @@ def _recorded(request: Request) -> replay.Replay:
 def _capacity(request: Request, found: replay.Replay) -> int:
     """C, rows."""
     _, ranks, tokens, topk = found.ids.shape
-    alignment, text = request.alignment, request.capacity
+    alignment, text = request.alignment, request.capacity_factor
     local = found.experts // ranks
-    if text == "demand":
+    bound = ranks * tokens * min(topk, local) + local * (alignment - 1)
+    if request.capacity is not None:
+        if text != "demand":
+            raise UserError(
+                f"capacity (={request.capacity}) must be left out with capacity_factor "
+                f"(={text})."
+            )
+        name, rows = f"capacity (={request.capacity})", request.capacity
+    elif text == "demand":
         groups = found.demand().reshape(len(found.ids), ranks, local)
         padded = -(-groups // alignment) * alignment
         return max(int(padded.sum(2).max()), alignment)
-    if text == "dropless":
-        bound = ranks * tokens * min(topk, local) + local * (alignment - 1)
+    elif (factor := flags.capacity_factor(text)) is None:
         return bound // alignment * alignment
-    number = re.fullmatch(r"(\d+|\d*\.\d+)(x?)", text)
-    if number is None:
-        raise UserError(
-            f"capacity (={text}) must be rows, a factor of T*K like 1.25x, demand or "
-            "dropless."
-        )
-    rows = float(number[1]) * (tokens * topk if number[2] else 1)
-    if not number[2] and not float(number[1]).is_integer():
-        raise UserError(f"capacity (={text}) must be whole rows, or a factor: {text}x.")
+    else:
+        name = f"capacity_factor (={text})"
+        if not 0 < factor < math.inf:
+            raise UserError(f"{name} must be positive.")
+        # No router fills more than the bound. Rounded, as 1.1 * 10 is more than 11.
+        rows = math.ceil(round(min(factor * tokens * topk, bound), 6))
     if rows < alignment:
         raise UserError(
-            f"capacity (={text}) must be at least the alignment (={alignment})."
+            f"{name} must be at least the alignment (={alignment}) in rows."
         )
-    return int(np.ceil(round(rows, 6))) // alignment * alignment
+    return rows // alignment * alignment

@@ -164,7 +164,7 @@ def about(case: Case, missing: list[str]) -> dict[str, str]:
     """Everything that the numbers depend on, as text."""
     found = dict(
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        command=" ".join(["python -m jax_ep", *sys.argv[1:]]),
+        command=" ".join(["jax_ep", *sys.argv[1:]]),
         device=case.devices[0].device_kind,
         platform=case.platform,
         python=sys.version.split()[0],

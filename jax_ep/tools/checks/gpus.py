@@ -42,8 +42,14 @@ def hidden_by(environment: Mapping[str, str]) -> str:
         return f"JAX_PLATFORMS={platforms}"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible}"
+        return f"CUDA_VISIBLE_DEVICES={visible.strip() or '(empty)'}"
     return ""
+
+
+def _is_of_driver(failure: str) -> bool:
+    """Whether a plugin stopped for want of a driver or a GPU, not of a library."""
+    words = ("cuinit", "no_device", "no cuda-capable", "driver", "libcuda")
+    return any(word in failure.lower() for word in words)
 
 
 def check(
@@ -52,6 +58,7 @@ def check(
     why_unseen: str,
     driver: Driver | None,
     environment: Mapping[str, str],
+    plugin_failures: Sequence[str] = (),
 ) -> list[Outcome]:
     """Judges the GPUs.
 
@@ -61,11 +68,24 @@ def check(
       why_unseen: what JAX said, where it sees none.
       driver: what the CUDA driver says; None without GPUs or without cuda-python.
       environment: `os.environ`.
+      plugin_failures: what JAX logged of CUDA plugins that did not start.
     """
+    if plugin_failures and (system or not _is_of_driver(plugin_failures[0])):
+        plugin = SUBJECT.problem(
+            "CUDA plugin",
+            f"did not start: {plugin_failures[0]}",
+            "pip install -U '.[cuda13]' brings the libraries it needs; where there are "
+            "no GPUs: pip uninstall jax-cuda13-plugin jax-cuda13-pjrt",
+        )
+        return [plugin, *check(system, seen, why_unseen, driver, environment)]
     names = ("JAX sees", "capability", "peer access", "domains", "memory")
+    hidden = hidden_by(environment)
     if not system and not seen:
-        return [SUBJECT.not_applicable(name, NO_CUDA) for name in names]
-    if hidden := hidden_by(environment):
+        why = NO_CUDA
+        if hidden.startswith("CUDA_VISIBLE_DEVICES"):  # Not written for a CPU's sake.
+            why += f" found, and {hidden} would leave them out"
+        return [SUBJECT.not_applicable(name, why) for name in names]
+    if hidden:
         why = f"{hidden} leaves the GPUs out"
         return [SUBJECT.not_applicable(name, why) for name in names]
     if not seen:
@@ -78,7 +98,11 @@ def check(
         )
         rest = [SUBJECT.not_applicable(n, "JAX sees no GPUs") for n in names[1:]]
         return [SUBJECT.problem(names[0], found, remedy), *rest]
-    outcomes = [SUBJECT.healthy(names[0], f"{len(seen)}: {_counted(seen)}")]
+    of_all = ""
+    if len(seen) < len(system) and "CUDA_VISIBLE_DEVICES" in environment:
+        visible = environment["CUDA_VISIBLE_DEVICES"]
+        of_all = f" of {len(system)} (CUDA_VISIBLE_DEVICES={visible})"
+    outcomes = [SUBJECT.healthy(names[0], f"{len(seen)}{of_all}: {_counted(seen)}")]
     if driver is None:
         why = "cuda-python is not installed (see kernels)"
         return outcomes + [SUBJECT.not_applicable(name, why) for name in names[1:]]

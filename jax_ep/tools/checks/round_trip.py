@@ -20,10 +20,10 @@ Platform = Literal["cpu", "cuda"]
 
 _NAMES = {"cpu": "CPU devices", "cuda": "GPUs"}
 _REMEDIES = {
-    "cpu": "Report it with the output of: python -m jax_ep doctor --json",
+    "cpu": "Report it with the output of: jax_ep doctor --json",
     "cuda": "NCCL_DEBUG=INFO in the environment shows what NCCL does; "
     "implementation='xla' runs without our kernels. If the problems above are solved, "
-    "report it with the output of: python -m jax_ep doctor --json",
+    "report it with the output of: jax_ep doctor --json",
 }
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 

@@ -123,7 +123,7 @@ class Page:
 <main id="content">
 {"".join(map(_section, self.sections))}</main>
 <footer><p>Times are medians unless a text says otherwise. Bytes and rates are decimal:
-1 GB is 10<sup>9</sup> bytes. Written by <code>python -m jax_ep report</code>.</p>
+1 GB is 10<sup>9</sup> bytes. Written by <code>jax_ep report</code>.</p>
 </footer>
 </body>
 </html>

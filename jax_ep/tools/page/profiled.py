@@ -31,7 +31,7 @@ def page(profile: Profile) -> Page:
                 "Not measured",
                 [
                     "A profile has no ceilings, rows or padding: bandwidth, padding "
-                    "and load need python -m jax_ep bench.",
+                    "and load need jax_ep bench.",
                 ],
             ),
         ],
