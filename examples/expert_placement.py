@@ -6,7 +6,7 @@ rank receives are counted by the layout itself. Then one training step of a laye
 that the plan changes neither its loss nor its gradients.
 """
 
-import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -16,6 +16,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     flags = f"--xla_force_host_platform_device_count={RANKS}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
+import command_line as command  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -26,23 +27,89 @@ from matplotlib.figure import Figure  # noqa: E402
 import jax_ep  # noqa: E402
 
 HIDDEN = 32
+MOST_SLOTS = 2048  # Of a layer.
+MOST_LIKINGS = 2**21  # Numbers of a rank's tokens for its experts: 16 MiB.
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the command line sets."""
+
+    experts: int = 64
+    topk: int = 4
+    tokens: int = 1024
+    replicas: int = 16
+    skew: float = 1.0
+    seed: int = 0
+    out: Path = Path("runs/expert_placement")
+
+    def check(self, ranks: int) -> None:
+        """Raises ValueError where there can be no such run."""
+        command.check_layer(
+            experts=self.experts, topk=self.topk, expert=None, capacity_factor=None
+        )
+        if self.experts % ranks:
+            raise ValueError(
+                f"--experts must be divisible by the {ranks} devices, and is "
+                f"{self.experts}"
+            )
+        most = min(self.experts * (ranks - 1), MOST_SLOTS - self.experts)
+        most = most // ranks * ranks  # Each rank has as many slots.
+        if self.replicas > most:
+            raise ValueError(
+                f"--replicas must be at most {most} with --experts {self.experts} on "
+                f"{ranks} devices, and is {self.replicas}"
+            )
+        most = MOST_LIKINGS // self.experts
+        if self.tokens > most:
+            raise ValueError(
+                f"--tokens must be at most {most} with --experts {self.experts}: a "
+                f"number is drawn for each pair; and is {self.tokens}"
+            )
+
+
+def command_line() -> command.Parser:
+    parser = command.Parser(
+        __doc__,
+        """\
+  expert_placement.py                             the default
+  expert_placement.py --skew 1.5 --replicas 64    hotter experts, more replicas""",
+    )
+    default = Settings()
+    command.add(
+        parser, experts=default.experts, topk=default.topk, tokens=default.tokens
+    )
+    parser.add_argument(
+        "--replicas",
+        type=command.whole(0),
+        metavar="N",
+        help=f"slots beyond one for each expert [{default.replicas}]",
+    )
+    parser.add_argument(
+        "--skew",
+        type=command.number(-100, 100, "a number from -100 to 100"),
+        metavar="X",
+        help=f"exponent of the experts' popularity [{default.skew:g}]",
+    )
+    command.add(parser, seed=default.seed, out=default.out)
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--experts", type=int, default=64)
-    add("--topk", type=int, default=4)
-    add("--tokens", type=int, default=1024, help="on each of the ranks")
-    add("--replicas", type=int, default=16, help="slots beyond one for each expert")
-    add("--skew", type=float, default=1.0, help="exponent of the experts' popularity")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("runs/expert_placement"))
-    options = parser.parse_args()
-
+    parser = command_line()
+    options = Settings(**vars(parser.parse_args()))
     ranks = min(RANKS, len(jax.devices()))
+    with parser.refusals():
+        try:
+            options.check(ranks)
+        except ValueError as error:
+            parser.error(str(error))
+        options.out.mkdir(parents=True, exist_ok=True)
+        experiment(options, ranks)
+
+
+def experiment(options: Settings, ranks: int) -> None:
+    """Plans, counts, trains a step, draws."""
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("expert",))
     random = np.random.default_rng(options.seed)
     popularity = np.log(np.arange(1, options.experts + 1)) * -options.skew
@@ -55,7 +122,7 @@ def main() -> None:
         return np.argsort(-logits)[:, : options.topk].astype(np.int32)
 
     seen = np.bincount(batch().reshape(-1), minlength=options.experts)
-    per_rank = -(-options.experts // ranks)
+    per_rank = options.experts // ranks
     extra = -(-options.replicas // ranks)
     plans = {
         "contiguous": jax_ep.identity_placement(options.experts),
@@ -74,7 +141,6 @@ def main() -> None:
             f"{name:15}{plan.num_slots:6}{rows.max():11}{rows.mean():8.0f}"
             f"{rows.max() / rows.mean():11.3f}"
         )
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "expert_placement.png"
     draw(path, received, seen, ranks)
     print(f"Picture: {path}")
@@ -163,7 +229,8 @@ def draw(path: Path, received: dict[str, np.ndarray], seen, ranks: int) -> None:
     bars.legend(title="busiest rank over the mean")
 
     num_experts = len(seen)
-    least, most = -(-num_experts // ranks), 2 * -(-num_experts // ranks)
+    least = num_experts // ranks
+    most = min(2 * least, num_experts)  # One replica on each rank.
     slots = ranks * np.arange(least, most + 1)
     imbalance = []
     for num_slots in slots:

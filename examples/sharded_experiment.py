@@ -14,7 +14,6 @@ import argparse
 import csv
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -25,175 +24,22 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     flags = f"--xla_force_host_platform_device_count={CPU_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
+import command_line as command  # noqa: E402
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import manual_text  # noqa: E402
 import numpy as np  # noqa: E402
-import optax  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from sharded_model import CONTEXT, Model, Settings  # noqa: E402
 
-from jax_ep import MoEConfig, init_params, param_specs, sharded_moe  # noqa: E402
-
-CONTEXT, EMBED = 8, 16  # Bytes that a guess sees, and the width of each.
 SEQUENCES, LENGTH = 16, 64  # Guesses in a batch.
-LEARNING_RATE = 3e-3
+OUT = Path("runs/sharded_experiment")
 STEPS_PER_CHECKPOINT = 25
-BATCH = P(("data", "fsdp", "expert"))
 # Of the loss: float32 sums in another order. Sooner or later that flips a near tie of
 # some token's experts, and from then on two runs are two samples of one experiment.
 TOLERANCE, TOLERANCE_AFTER_FLIP = 1e-5, 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """One run. A sweep gives one of the last three another value in each."""
-
-    experts: int = 8
-    topk: int = 2
-    hidden: int = 64
-    layers: int = 2
-    steps: int = 50
-    fsdp: int = 2
-    dropless_fallback: bool = False
-    seed: int = 0
-    capacity_factor: float | None = None
-    expert: int = 4
-
-    def mesh(self) -> Mesh:
-        """(data, fsdp, expert) over all devices; fsdp shrinks where it must."""
-        devices = np.array(jax.devices())
-        num_others, rest = divmod(devices.size, self.expert)
-        if rest:
-            raise SystemExit(
-                f"--expert {self.expert} must divide the {devices.size} devices."
-            )
-        fsdp = math.gcd(num_others, self.fsdp)
-        return Mesh(devices.reshape(-1, fsdp, self.expert), ("data", "fsdp", "expert"))
-
-    def moe(self) -> MoEConfig:
-        return MoEConfig(
-            num_experts=self.experts,
-            num_experts_per_tok=self.topk,
-            hidden_size=self.hidden,
-            moe_intermediate_size=2 * self.hidden,
-            capacity_factor=self.capacity_factor,
-            dropless_fallback=self.dropless_fallback,
-            load_balance_loss_weight=1e-2,
-            router_z_loss_weight=1e-3,
-        )
-
-
-class Model:
-    """Parameters, their shardings, and the jitted steps of one run."""
-
-    def __init__(self, settings: Settings):
-        self.settings, self.config = settings, settings.moe()
-        self.mesh = settings.mesh()
-        self.adam = optax.adam(LEARNING_RATE)
-        shapes = jax.eval_shape(self._initial_state, jax.random.key(0))
-        self.shardings = self._shardings(shapes)
-        self.state_like = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            shapes,
-            self.shardings,
-        )
-        self.init = jax.jit(self._initial_state, out_shardings=self.shardings)
-        everywhere = NamedSharding(self.mesh, P())
-        self.train_step = jax.jit(
-            self._train_step,
-            donate_argnums=0,
-            out_shardings=(self.shardings, everywhere),
-        )
-        self.held_out_loss = jax.jit(
-            lambda params, tokens: self._loss(params, tokens)[0]
-        )
-
-    def put(self, tokens: np.ndarray) -> jax.Array:
-        return jax.device_put(tokens, NamedSharding(self.mesh, BATCH))
-
-    def _initial_state(self, key: jax.Array):
-        keys = iter(jax.random.split(key, 3 + self.settings.layers))
-        hidden = self.settings.hidden
-
-        def normal(*shape):
-            return jax.random.normal(next(keys), shape) / shape[0] ** 0.5
-
-        params = dict(
-            embed=jax.random.normal(next(keys), (256, EMBED)),
-            first=normal(CONTEXT * EMBED, hidden),
-            last=normal(hidden, 256),
-            blocks=[
-                dict(scale=jnp.ones(hidden), moe=init_params(next(keys), self.config))
-                for _ in range(self.settings.layers)
-            ],
-        )
-        return dict(params=params, adam=self.adam.init(params))
-
-    def _shardings(self, state):
-        """Every leaf's; Adam's moments are where their parameter is."""
-        specs = dict(
-            embed=P(),
-            first=P(None, "fsdp"),
-            last=P("fsdp"),
-            blocks=[
-                dict(
-                    scale=P(),
-                    moe=param_specs(self.config, expert="expert", hidden="fsdp"),
-                )
-                for _ in range(self.settings.layers)
-            ],
-        )
-        params = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
-        adam = optax.tree_map_params(
-            self.adam,
-            lambda _, sharding: sharding,
-            state["adam"],
-            params,
-            transform_non_params=lambda _: NamedSharding(self.mesh, P()),
-        )
-        return dict(params=params, adam=adam)
-
-    def _loss(self, params, tokens: jax.Array):
-        """Nats per byte of `[B, CONTEXT + S]` bytes, and the layers' statistics."""
-        vectors = params["embed"][tokens[:, :-1]]
-        length = tokens.shape[1] - CONTEXT
-        seen = [vectors[:, first : first + length] for first in range(CONTEXT)]
-        x = jnp.concatenate(seen, axis=2) @ params["first"]
-        all_stats = []
-        for block in params["blocks"]:
-            size = jnp.sqrt(jnp.mean(x * x, axis=2, keepdims=True) + 1e-6)
-            y, stats = sharded_moe(
-                x / size * block["scale"],
-                block["moe"],
-                self.config,
-                mesh=self.mesh,
-                specs=param_specs(self.config, expert="expert", hidden="fsdp"),
-            )
-            x = x + y
-            all_stats.append(stats)
-        logits = x @ params["last"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, CONTEXT:]
-        )
-        return losses.mean(), jax.tree.map(lambda *each: jnp.stack(each), *all_stats)
-
-    def _train_step(self, state, tokens: jax.Array):
-        def objective(params):
-            loss, stats = self._loss(params, tokens)
-            metrics = loss, stats.dropped_fraction, stats.expert_load
-            return loss + stats.aux_loss, metrics
-
-        gradients, metrics = jax.grad(objective, has_aux=True)(state["params"])
-        updates, adam = self.adam.update(gradients, state["adam"])
-        params = optax.apply_updates(state["params"], updates)
-        return dict(params=params, adam=adam), metrics
 
 
 def run(settings: Settings, folder: Path, text: np.ndarray, held_out: np.ndarray):
@@ -237,21 +83,27 @@ def run(settings: Settings, folder: Path, text: np.ndarray, held_out: np.ndarray
 
 
 def main() -> None:
-    options = command_line().parse_args()
-    name, values = options.sweep
-    base = Settings(
-        **{
-            field.name: getattr(options, field.name)
-            for field in dataclasses.fields(Settings)
-        }
-    )
+    parser = command_line()
+    given = vars(parser.parse_args())
+    name, values = given.pop("sweep", SWEEP)
+    out, resume = given.pop("out", OUT), given.pop("resume", False)
+    base = Settings(**given)
     runs = {
         f"{name}={value}": dataclasses.replace(base, **{name: value})
         for value in values
     }
-    for settings in runs.values():  # Refuses, before anything is written.
-        settings.mesh(), settings.moe()
-    check_folder(options.out, base, name, options.resume)
+    with parser.refusals():
+        try:
+            for settings in runs.values():  # Before anything is written.
+                settings.check()
+            check_folder(out, base, name, resume)
+        except ValueError as error:
+            parser.error(str(error))
+        experiment(runs, name, out)
+
+
+def experiment(runs: dict[str, Settings], name: str, out: Path) -> None:
+    """Trains each, and shows them side by side."""
     text, held_out = manual_text.train_and_held_out()
     held_out = manual_text.random_windows(
         held_out, 4 * SEQUENCES, CONTEXT + LENGTH, seed=0, step=0
@@ -260,17 +112,17 @@ def main() -> None:
     results = {}
     try:
         for label, settings in runs.items():
-            results[label] = run(settings, options.out / label, text, held_out)
+            results[label] = run(settings, out / label, text, held_out)
             loss = results[label]["held_out"]
             console.print(f"{label}: held-out loss {loss:.4f}")
     except KeyboardInterrupt:
         console.print("Stopped. The same command with --resume goes on.")
         sys.exit(130)
-    write_table(results, options.out / "results.csv", console)
-    draw(results, options.out / "sweep.png")
-    console.print(f"Table: {options.out / 'results.csv'}", soft_wrap=True)
-    console.print(f"Picture: {options.out / 'sweep.png'}", soft_wrap=True)
-    if name == "expert" and base.capacity_factor is None:
+    write_table(results, out / "results.csv", console)
+    draw(results, out / "sweep.png")
+    console.print(f"Table: {out / 'results.csv'}", soft_wrap=True)
+    console.print(f"Picture: {out / 'sweep.png'}", soft_wrap=True)
+    if name == "expert" and settings.capacity_factor is None:
         check_curves(results, console)
 
 
@@ -352,71 +204,64 @@ def check_folder(out: Path, base: Settings, sweep: str, resume: bool) -> None:
     """Refuses to mix two experiments in one folder; only steps may grow."""
     path = out / "settings.json"
     now = dataclasses.asdict(base) | dict(sweep=sweep)
-    if path.exists():
-        before = json.loads(path.read_text())
-        if not resume:
-            raise SystemExit(f"{out} has results: --resume goes on, or change --out.")
+    if resume:
+        before = command.saved_settings(path, set(now))
         for key in now:
-            if key not in ("steps", sweep) and before[key] != now[key]:
-                raise SystemExit(
-                    f"--resume: {key} was {before[key]!r} in {out}, and is now "
-                    f"{now[key]!r}."
+            if key not in ("steps", sweep) and before.get(key) != now[key]:
+                raise ValueError(
+                    f"--resume: {key} was {before.get(key)} in {out}, and is {now[key]}"
                 )
+        if before["steps"] > now["steps"]:
+            raise ValueError(
+                f"--steps must be at least {before['steps']}, as in {out}, and is "
+                f"{now['steps']}"
+            )
+    elif path.exists():
+        raise ValueError(f"{out} has results: --resume goes on, or change --out")
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(now, indent=2) + "\n")
 
 
-def factor(text: str) -> float | None:
-    return None if text == "none" else float(text)
-
-
-SWEEPS = dict(seed=int, capacity_factor=factor, expert=int)
+SWEEPS = dict(
+    seed=command.whole(0),
+    capacity_factor=command.factor,
+    expert=command.whole(1, command.MOST_DEVICES),
+)
+SWEEP = ("expert", [1, 2, 4, 8])
 
 
 def sweep(text: str) -> tuple[str, list]:
     name, _, values = text.partition("=")
     name = name.replace("-", "_")
     if name not in SWEEPS or not values:
+        names = ", ".join(command.flag(name)[2:] for name in SWEEPS)
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(SWEEPS)}, =, and values: seed=0,1,2"
+            f"must be one of {names}, =, and values: seed=0,1,2"
         )
-    return name, [SWEEPS[name](value) for value in values.split(",")]
+    found = [SWEEPS[name](value) for value in values.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"must not repeat a value, and is {text!r}")
+    return name, found
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="""examples:
+def command_line() -> command.Parser:
+    parser = command.Parser(
+        __doc__,
+        """\
   sharded_experiment.py                                      EP degrees 1, 2, 4, 8
   sharded_experiment.py --sweep capacity-factor=none,1.5,1,0.75
   sharded_experiment.py --sweep capacity-factor=none,0.5 --dropless-fallback
   sharded_experiment.py --sweep seed=0,1,2 --expert 2 --fsdp 4""",
     )
-    add = parser.add_argument
-    default = Settings()
-    for field in dataclasses.fields(Settings):
-        flag = f"--{field.name.replace('_', '-')}"
-        if field.type is bool:
-            text = "send what exceeds the capacity in further rounds"
-            add(flag, action="store_true", help=text)
-        else:
-            kind, value = SWEEPS.get(field.name, int), getattr(default, field.name)
-            add(flag, type=kind, default=value, help="[%(default)s]")
-    add(
+    command.add(parser, **dataclasses.asdict(Settings()))
+    parser.add_argument(
         "--sweep",
         type=sweep,
-        default="expert=1,2,4,8",
         metavar="NAME=V,V,...",
-        help=f"what differs between runs: {', '.join(SWEEPS)} [%(default)s]",
+        help="what differs between runs: "
+        f"{', '.join(command.flag(name)[2:] for name in SWEEPS)} [expert=1,2,4,8]",
     )
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs/sharded_experiment"),
-        help="[%(default)s]",
-    )
-    add("--resume", action="store_true", help="go on from the checkpoints in --out")
+    command.add(parser, out=OUT, resume=False)
     return parser
 
 

@@ -6,7 +6,6 @@ a MoE layer: its experts are spread over "expert", and jax_ep moves the tokens t
 back. Ctrl-C saves a checkpoint and stops; --resume goes on from it.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -15,8 +14,8 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+import command_line as command
 import jax
 import language_model as lm
 import numpy as np
@@ -40,26 +39,33 @@ def main() -> int:
     given = vars(parser.parse_args())
     resume, out = given.pop("resume", False), given.pop("out", OUT)
     record, every = given.pop("record", None), given.pop("record_every", RECORD_EVERY)
-    try:
-        settings = choose_settings(given, out / "settings.json", resume)
-        mesh = device_mesh(settings)
-        out.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        checkpoints = ocp.CheckpointManager(
-            (out / "checkpoints").absolute(), options=options
-        )
-        check_checkpoint(checkpoints.latest_step(), settings, out, resume)
-    except OSError as error:
-        parser.error(f"--out {out}: {error.strerror}")
-    except ValueError as error:
-        parser.error(str(error))
-    try:
+    with parser.refusals():
+        try:
+            settings = choose_settings(given, out / "settings.json", resume)
+            mesh = device_mesh(settings)
+            out.mkdir(parents=True, exist_ok=True)
+            options = ocp.CheckpointManagerOptions(max_to_keep=2)
+            checkpoints = ocp.CheckpointManager(
+                (out / "checkpoints").absolute(), options=options
+            )
+            check_checkpoint(checkpoints.latest_step(), settings, out, resume)
+        except ValueError as error:
+            parser.error(str(error))
         recorder = open_recorder(record, every, settings, mesh) if record else None
-    except OSError as error:
-        parser.error(f"--record {error.filename}: {error.strerror}")
-    text = json.dumps(dataclasses.asdict(settings), indent=2)
-    (out / "settings.json").write_text(text + "\n")
+        text = json.dumps(dataclasses.asdict(settings), indent=2)
+        (out / "settings.json").write_text(text + "\n")
+        return train(settings, mesh, checkpoints, recorder, resume, out)
 
+
+def train(
+    settings: Settings,
+    mesh: Mesh,
+    checkpoints: ocp.CheckpointManager,
+    recorder: Recorder | None,
+    resume: bool,
+    out: Path,
+) -> int:
+    """The run, and its exit status."""
     console = Console()
     platform = mesh.devices.flat[0].platform
     console.print(
@@ -116,52 +122,10 @@ def report(run: Run, out: Path, console: Console) -> None:
     )
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def at_least(least: int, most: int = 2**31 - 1):
-    def convert(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} to {most}, and is {text!r}"
-            )
-        return int(text)
-
-    return convert
-
-
-def factor(text: str) -> float | None:
-    if text == "none":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number or none, and is {text!r}"
-        ) from None
-
-
-def rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), and is {text!r}")
-    return value
-
-
-def command_line() -> Parser:
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # What was not given is not set.
-        add_help=False,
-        allow_abbrev=False,
-        epilog="""examples:
+def command_line() -> command.Parser:
+    parser = command.Parser(
+        __doc__,
+        """\
   train_moe.py                           two or three minutes on two CPU cores
   train_moe.py --experts 32 --topk 4     more and smaller choices
   train_moe.py --data 1 --expert 8       experts spread over all eight devices
@@ -171,85 +135,61 @@ def command_line() -> Parser:
   train_moe.py --record run.routing      and record where the bytes went""",
     )
     default = Settings()
-    model = parser.add_argument_group("model").add_argument
-    model("--layers", type=at_least(1), metavar="N", help=f"blocks [{default.layers}]")
-    model(
-        "--hidden",
-        type=at_least(1),
-        metavar="N",
-        help=f"features, a multiple of {lm.HEAD_WIDTH} [{default.hidden}]",
+    model = parser.add_argument_group(
+        "model", f"Features are a multiple of {lm.HEAD_WIDTH}."
     )
-    model(
-        "--experts",
-        type=at_least(1, 2048),
-        metavar="N",
-        help=f"experts in each block [{default.experts}]",
+    command.add(
+        model,
+        layers=default.layers,
+        hidden=default.hidden,
+        experts=default.experts,
+        topk=default.topk,
+        capacity_factor=default.capacity_factor,
     )
-    model(
-        "--topk",
-        type=at_least(1, 32),
-        metavar="N",
-        help=f"experts that see a byte [{default.topk}]",
-    )
-    model(
-        "--capacity-factor",
-        type=factor,
-        metavar="X",
-        help="room at a device for X times its fair share of rows; more are dropped "
-        f"and counted. none: room for all [{default.capacity_factor}]",
-    )
-    model(
+    model.add_argument(
         "--wire",
         choices=[name for name in WIRES if name],
         help="tokens travel to experts, and gradients to them, as FP8 with a scale for "
         "128 or, mxfp8, 32 numbers: half of bfloat16's bytes [as they are]",
     )
-    model(
+    model.add_argument(
         "--selection-bias-rate",
-        type=rate,
+        type=command.number(0, 1, "a number from 0 to 1"),
         metavar="X",
         help="balances experts by a bias on their choice, moved by X after each step, "
         f"in place of a loss (1e-3 in DeepSeek-V3) [{default.selection_bias_rate:g}]",
     )
-    devices = parser.add_argument_group("devices").add_argument
-    devices("--data", type=at_least(1), metavar="N", help="size of the data axis")
-    devices(
-        "--expert",
-        type=at_least(1, 64),
-        metavar="N",
-        help="size of the expert axis, a divisor of --experts. Together they take all "
-        f"GPUs or, without any, {CPU_DEVICES} CPU devices; --expert up to 4 of them",
+    devices = parser.add_argument_group(
+        "devices",
+        f"All GPUs or, without any, {CPU_DEVICES} CPU devices; up to 4 share experts.",
     )
-    devices(
+    command.add(devices, data=None, expert=None)
+    devices.add_argument(
         "--domain-size",
-        type=at_least(1, 64),
+        type=command.whole(1, command.MOST_DEVICES),
         metavar="N",
         help="devices of --expert that NVLink joins; rows go to other domains first, "
         "then on inside each [all of --expert]",
     )
-    devices(
+    devices.add_argument(
         "--implementation",
         choices=("ffi", "xla"),
         help="jax_ep's custom calls or plain JAX collectives [ffi where it runs]",
     )
-    training = parser.add_argument_group("training").add_argument
-    training("--steps", type=at_least(1), metavar="N", help=f"in all [{default.steps}]")
-    training("--seed", type=at_least(0), metavar="N", help=f"[{default.seed}]")
-    training("--out", type=Path, metavar="DIR", help=f"for all files [{OUT}]")
-    training("--resume", action="store_true", help="go on from the checkpoint in --out")
-    training(
+    training = parser.add_argument_group("training")
+    command.add(training, steps=default.steps, seed=default.seed, out=OUT, resume=False)
+    training.add_argument(
         "--record",
-        type=Path,
+        type=command.file,
         metavar="FILE",
-        help="writes the experts that every byte went to, for `jax_ep bench --routing`",
+        help="writes the experts of every byte, for `jax_ep bench --routing FILE`",
     )
-    training(
+    training.add_argument(
         "--record-every",
-        type=at_least(1),
+        type=command.whole(1),
         metavar="N",
         help=f"of every Nth step [{RECORD_EVERY}]",
     )
-    training("--help", "-h", action="help", help="show this and exit")
     return parser
 
 
@@ -259,11 +199,8 @@ def choose_settings(given: dict, path: Path, resume: bool) -> Settings:
     Raises:
       ValueError: they make no sense, or not for the run to resume.
     """
-    saved = {}
-    if resume:
-        if not path.exists():
-            raise ValueError(f"--resume: there is no run in {path.parent}")
-        saved = json.loads(path.read_text())
+    names = {field.name for field in dataclasses.fields(Settings)}
+    saved = command.saved_settings(path, names) if resume else {}
     settings = Settings(**(saved | given))
     for name in FIXED if resume else ():
         began = getattr(Settings(**saved), name)
@@ -276,22 +213,12 @@ def choose_settings(given: dict, path: Path, resume: bool) -> Settings:
         raise ValueError(
             f"--hidden must be a multiple of {lm.HEAD_WIDTH}, and is {settings.hidden}"
         )
-    if settings.topk > settings.experts:
-        raise ValueError(
-            f"--topk must be at most --experts (={settings.experts}), and is "
-            f"{settings.topk}"
-        )
-    if settings.expert and settings.experts % settings.expert:
-        raise ValueError(
-            f"--expert must divide --experts (={settings.experts}), and is "
-            f"{settings.expert}"
-        )
-    least = 1 / settings.topk
-    if settings.capacity_factor is not None and not settings.capacity_factor >= least:
-        raise ValueError(
-            f"--capacity-factor must be at least 1 / --topk (={least:.3g}), and is "
-            f"{settings.capacity_factor:g}"
-        )
+    command.check_layer(
+        experts=settings.experts,
+        topk=settings.topk,
+        expert=settings.expert,
+        capacity_factor=settings.capacity_factor,
+    )
     return settings
 
 
@@ -315,7 +242,8 @@ def device_mesh(settings: Settings) -> Mesh:
     """All GPUs, or CPU devices; as many as the settings ask for, if they do."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         wanted = (settings.data or 1) * (settings.expert or 1)
-        jax.config.update("jax_num_cpu_devices", max(CPU_DEVICES, wanted))
+        wanted = min(max(CPU_DEVICES, wanted), command.MOST_DEVICES)
+        jax.config.update("jax_num_cpu_devices", wanted)
     devices = jax.devices()
     expert = settings.expert
     if expert is None:

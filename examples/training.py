@@ -56,6 +56,29 @@ class Settings:
     seed: int = 0
 
 
+def make_model(settings: Settings, *, keep_topk_idx: bool = False) -> lm.LanguageModel:
+    """The model, with its parameters, over the mesh of the context."""
+    has_bias = settings.selection_bias_rate > 0
+    config = MoEConfig(
+        num_experts=settings.experts,
+        num_experts_per_tok=settings.topk,
+        hidden_size=settings.hidden,
+        moe_intermediate_size=2 * settings.hidden,
+        capacity_factor=settings.capacity_factor,
+        # Experts are balanced by the bias, where there is one, or by the loss.
+        selection_bias=has_bias,
+        selection_bias_update_rate=settings.selection_bias_rate,
+        load_balance_loss_weight=0.0 if has_bias else BALANCE_LOSS,
+        router_z_loss_weight=ROUTER_Z_LOSS,
+        domain_size=settings.domain_size,
+        implementation=settings.implementation,
+        wire=WIRES[settings.wire],
+        grad_wire=GRAD_WIRES[settings.wire],
+    )
+    rngs = nnx.Rngs(settings.seed)
+    return lm.LanguageModel(config, settings.layers, rngs, keep_topk_idx=keep_topk_idx)
+
+
 class Run:
     """A model in training, with its text, its history and its checkpoints."""
 
@@ -75,30 +98,7 @@ class Run:
             held_out, self.num_sequences, CONTEXT + 1
         )
         self.bigram = manual_text.bigram_loss(self.text, self.held_out)
-        config = MoEConfig(
-            num_experts=settings.experts,
-            num_experts_per_tok=settings.topk,
-            hidden_size=settings.hidden,
-            moe_intermediate_size=2 * settings.hidden,
-            capacity_factor=settings.capacity_factor,
-            # Experts are balanced by the bias, where there is one, or by the loss.
-            selection_bias=settings.selection_bias_rate > 0,
-            selection_bias_update_rate=settings.selection_bias_rate,
-            load_balance_loss_weight=(
-                0.0 if settings.selection_bias_rate > 0 else BALANCE_LOSS
-            ),
-            router_z_loss_weight=ROUTER_Z_LOSS,
-            domain_size=settings.domain_size,
-            implementation=settings.implementation,
-            wire=WIRES[settings.wire],
-            grad_wire=GRAD_WIRES[settings.wire],
-        )
-        self.model = lm.LanguageModel(
-            config,
-            settings.layers,
-            nnx.Rngs(settings.seed),
-            keep_topk_idx=recorder is not None,
-        )
+        self.model = make_model(settings, keep_topk_idx=recorder is not None)
         warmup = min(WARMUP_STEPS, settings.steps // 2)
         rate = optax.warmup_cosine_decay_schedule(
             0, LEARNING_RATE, warmup, settings.steps, LEARNING_RATE / 10

@@ -118,7 +118,7 @@ def layers(recording):
         ("--resume --out OUT", "--resume: there is no run in OUT"),
         (
             "--out OUT --record OUT/no/run",
-            "--record OUT/no/run.partial: No such file or directory",
+            "OUT/no/run.partial: No such file or directory",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """The whole layer, forward and backward, on the GPUs of this process.
 
-    python layer.py [--hidden H] [--width F] [--experts E] [--topk K] [--tokens T]
+    python layer.py [--hidden H] [--expert-hidden F] [--experts E] [--topk K] \
+        [--tokens T]
 
 What the experts' kernels, further rounds and replicas cost: wall time of a step, the
 least of five, in bfloat16. Values and gradients are compared with the dropless layer's.
