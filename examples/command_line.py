@@ -93,6 +93,7 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = dict(
     hidden=(whole(1, 8192), "N", "features"),
     experts=(whole(1, 2048), "N", "experts in each block"),
     topk=(whole(1, 32), "N", "experts that see a token"),
+    shared_experts=(whole(0, 64), "N", "experts in each block that see every token"),
     capacity_factor=(
         factor,
         "X",
@@ -106,6 +107,11 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = dict(
         whole(1, MOST_DEVICES),
         "N",
         "size of the expert axis, a divisor of --experts",
+    ),
+    tensor=(
+        whole(1, MOST_DEVICES),
+        "N",
+        "size of the axis that each expert's width is split over",
     ),
     steps=(whole(1), "N", "training steps in all"),
     seed=(whole(0), "N", "of random numbers"),

@@ -1,6 +1,7 @@
 """A byte-level transformer whose feed-forward layers are mixtures of experts."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +41,12 @@ def rotate(x: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """Attention, then a MoE layer; each adds to what came in."""
 
-    def __init__(self, config: MoEConfig, keep_topk_idx: bool, rngs: nnx.Rngs):
+    def __init__(self, config: MoEConfig, rngs: nnx.Rngs, **static: Any):
         self.attention_norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
         self.attention = Attention(config.hidden_size, rngs)
         self.moe_norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
         # Statistics are returned, so that generation changes no state.
-        self.moe = MoE(
-            config, keep_topk_idx=keep_topk_idx, record_stats=False, rngs=rngs
-        )
+        self.moe = MoE(config, record_stats=False, rngs=rngs, **static)
 
     def __call__(self, x: jax.Array, deterministic: bool):
         x = x + self.attention(self.attention_norm(x))
@@ -60,7 +59,8 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Bytes `[B, S]` to the logits `[B, S, 256]` of the bytes after them.
 
-    The statistics of its MoE layers come with them, stacked.
+    The statistics of its MoE layers come with them, stacked. What else is given goes to
+    these layers.
     """
 
     def __init__(
@@ -68,13 +68,12 @@ class LanguageModel(nnx.Module):
         config: MoEConfig,
         num_layers: int,
         rngs: nnx.Rngs,
-        *,
-        keep_topk_idx: bool = False,
+        **static: Any,
     ):
         small, hidden = nnx.initializers.normal(0.02), config.hidden_size
         self.embed = nnx.Embed(256, hidden, embedding_init=small, rngs=rngs)
         self.blocks = nnx.List(
-            [Block(config, keep_topk_idx, rngs) for _ in range(num_layers)]
+            [Block(config, rngs, **static) for _ in range(num_layers)]
         )
         self.norm = nnx.RMSNorm(hidden, rngs=rngs)
 

@@ -31,7 +31,10 @@ CPU_DEVICES = 8
 OUT = Path("runs/train_moe")
 RECORD_EVERY = 10
 # What a checkpoint fixes: its arrays' shapes, and the order of its batches.
-FIXED = ("layers", "hidden", "experts", "topk", "seed", "selection_bias_rate")
+FIXED = (
+    *("layers", "hidden", "experts", "topk", "shared_experts", "selection_bias_rate"),
+    "seed",
+)
 
 
 def main() -> int:
@@ -98,7 +101,7 @@ def open_recorder(path: Path, every: int, settings: Settings, mesh: Mesh) -> Rec
     return Recorder(
         path,
         num_experts=settings.experts,
-        shares=dict(mesh.shape),
+        shares={name: mesh.shape[name] for name in ("data", "expert")},
         model=model,
         every=every,
     )
@@ -129,6 +132,7 @@ def command_line() -> command.Parser:
   train_moe.py                           two or three minutes on two CPU cores
   train_moe.py --experts 32 --topk 4     more and smaller choices
   train_moe.py --data 1 --expert 8       experts spread over all eight devices
+  train_moe.py --tensor 2 --shared-experts 1         each expert over two devices
   train_moe.py --wire float8             half the bytes between devices
   train_moe.py --data 1 --expert 8 --domain-size 4   as two NVLink domains of four
   train_moe.py --resume --steps 1000     longer, from the last checkpoint
@@ -144,6 +148,7 @@ def command_line() -> command.Parser:
         hidden=default.hidden,
         experts=default.experts,
         topk=default.topk,
+        shared_experts=default.shared_experts,
         capacity_factor=default.capacity_factor,
     )
     model.add_argument(
@@ -163,7 +168,7 @@ def command_line() -> command.Parser:
         "devices",
         f"All GPUs or, without any, {CPU_DEVICES} CPU devices; up to 4 share experts.",
     )
-    command.add(devices, data=None, expert=None)
+    command.add(devices, data=None, expert=None, tensor=default.tensor)
     devices.add_argument(
         "--domain-size",
         type=command.whole(1, command.MOST_DEVICES),
@@ -213,6 +218,11 @@ def choose_settings(given: dict, path: Path, resume: bool) -> Settings:
         raise ValueError(
             f"--hidden must be a multiple of {lm.HEAD_WIDTH}, and is {settings.hidden}"
         )
+    if settings.hidden % settings.tensor:
+        raise ValueError(
+            f"--tensor must divide --hidden (={settings.hidden}), and is "
+            f"{settings.tensor}"
+        )
     command.check_layer(
         experts=settings.experts,
         topk=settings.topk,
@@ -240,27 +250,31 @@ def check_checkpoint(
 
 def device_mesh(settings: Settings) -> Mesh:
     """All GPUs, or CPU devices; as many as the settings ask for, if they do."""
+    tensor = settings.tensor
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        wanted = (settings.data or 1) * (settings.expert or 1)
+        wanted = (settings.data or 1) * (settings.expert or 1) * tensor
         wanted = min(max(CPU_DEVICES, wanted), command.MOST_DEVICES)
         jax.config.update("jax_num_cpu_devices", wanted)
     devices = jax.devices()
     expert = settings.expert
     if expert is None:
-        expert = math.gcd(len(devices) // (settings.data or 1), settings.experts, 4)
-    data = settings.data or max(len(devices) // expert, 1)
-    if data * expert > len(devices):
+        left = len(devices) // ((settings.data or 1) * tensor)
+        expert = math.gcd(left, settings.experts, 4)
+    data = settings.data or max(len(devices) // (expert * tensor), 1)
+    if data * expert * tensor > len(devices):
+        times = f" times --tensor {tensor}" if tensor > 1 else ""
         raise ValueError(
-            f"--data {data} times --expert {expert} must be at most the {len(devices)} "
-            f"{devices[0].platform} devices here"
+            f"--data {data} times --expert {expert}{times} must be at most the "
+            f"{len(devices)} {devices[0].platform} devices here"
         )
     if settings.domain_size and expert % settings.domain_size:
         raise ValueError(
             f"--domain-size must divide the size of the expert axis (={expert}), and "
             f"is {settings.domain_size}"
         )
-    grid = np.array(devices[: data * expert]).reshape(data, expert)
-    return Mesh(grid, ("data", "expert"))
+    sizes = dict(data=data, expert=expert) | (dict(tensor=tensor) if tensor > 1 else {})
+    devices = np.array(devices[: math.prod(sizes.values())])
+    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
 
 
 if __name__ == "__main__":

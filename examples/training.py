@@ -45,11 +45,13 @@ class Settings:
     hidden: int = 128
     experts: int = 8
     topk: int = 2
+    shared_experts: int = 0
     capacity_factor: float | None = 1.5
     wire: str | None = None
     selection_bias_rate: float = 0.0
     data: int | None = None
     expert: int | None = None
+    tensor: int = 1
     domain_size: int | None = None
     implementation: str | None = None
     steps: int = 400
@@ -64,6 +66,7 @@ def make_model(settings: Settings, *, keep_topk_idx: bool = False) -> lm.Languag
         num_experts_per_tok=settings.topk,
         hidden_size=settings.hidden,
         moe_intermediate_size=2 * settings.hidden,
+        num_shared_experts=settings.shared_experts,
         capacity_factor=settings.capacity_factor,
         # Experts are balanced by the bias, where there is one, or by the loss.
         selection_bias=has_bias,
@@ -75,8 +78,13 @@ def make_model(settings: Settings, *, keep_topk_idx: bool = False) -> lm.Languag
         wire=WIRES[settings.wire],
         grad_wire=GRAD_WIRES[settings.wire],
     )
-    rngs = nnx.Rngs(settings.seed)
-    return lm.LanguageModel(config, settings.layers, rngs, keep_topk_idx=keep_topk_idx)
+    return lm.LanguageModel(
+        config,
+        settings.layers,
+        nnx.Rngs(settings.seed),
+        keep_topk_idx=keep_topk_idx,
+        tensor_axis="tensor" if settings.tensor > 1 else (),
+    )
 
 
 class Run:
@@ -92,7 +100,9 @@ class Run:
         self.recorder = recorder
         self.mesh = jax.sharding.get_mesh()
         self.sharding = NamedSharding(self.mesh, P(("data", "expert")))
-        self.num_sequences = max(1, SEQUENCES // self.mesh.size) * self.mesh.size
+        # Devices of a tensor axis have the same sequences.
+        self.num_shares = self.mesh.size // settings.tensor
+        self.num_sequences = max(1, SEQUENCES // self.num_shares) * self.num_shares
         self.text, held_out = manual_text.train_and_held_out()
         self.held_out = manual_text.all_windows(
             held_out, self.num_sequences, CONTEXT + 1
@@ -207,8 +217,8 @@ class Run:
 
     def sample(self) -> tuple[str, str]:
         """Held-out text that the model has read, and how it goes on."""
-        size = self.mesh.size  # One text per device; the first is shown.
-        context = self.held_out[0, :size, 1:]
+        # One text per device; the first is shown.
+        context = self.held_out[0, : self.num_shares, 1:]
         new = lm.generate(
             self.model,
             jax.device_put(context, self.sharding),

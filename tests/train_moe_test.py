@@ -111,6 +111,12 @@ def layers(recording):
             "--data 1 --expert 8 --domain-size 3",
             "--domain-size must divide the size of the expert axis (=8), and is 3",
         ),
+        ("--tensor 3", "--tensor must divide --hidden (=128), and is 3"),
+        (
+            "--data 2 --expert 4 --tensor 2",
+            "--data 2 times --expert 4 times --tensor 2 must be at most the 8 cpu "
+            "devices here",
+        ),
         (
             "--capacity-factor 0.1",
             "--capacity-factor must be at least 1 / --topk (=0.5), and is 0.1",
@@ -135,3 +141,37 @@ def test_bad_arguments_give_one_line(arguments, message, tmp_path, monkeypatch, 
     assert capsys.readouterr().err == f"train_moe.py: error: {message}\n"
     # Settings of a run that never was would change the next one's.
     assert not list(tmp_path.rglob("settings.json"))
+
+
+def test_tensor_axis_does_not_change_the_losses(monkeypatch):
+    """Each expert over two devices, beside one that sees every token."""
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    import train_moe
+    import training
+
+    def losses(tensor):
+        settings = training.Settings(
+            layers=1,
+            hidden=32,
+            experts=4,
+            shared_experts=1,
+            data=1,
+            expert=2,
+            tensor=tensor,
+            steps=2,
+        )
+        mesh = train_moe.device_mesh(settings)
+        assert dict(mesh.shape).get("tensor", 1) == tensor
+        with jax.set_mesh(mesh):
+            run = training.Run(settings, None)
+            gate = run.model.blocks[0].moe.gate_up_proj.get_value()
+            run.advance(2)
+        # What a device has of an expert.
+        width = gate.sharding.shard_shape(gate.shape)[2]
+        return run.history["loss"], gate.shape[2] / width
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        (whole, one), (split, two) = losses(1), losses(2)
+    assert (one, two) == (1, 2)
+    assert whole[0] != whole[1]
+    np.testing.assert_allclose(split, whole, rtol=1e-5)
