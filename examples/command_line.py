@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import jax
 
+Wrong = argparse.ArgumentTypeError  # What a flag's value is refused with.
 MOST = 2**31 - 1
 MOST_DEVICES = 64
 
@@ -52,7 +53,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
         # Longer ones Python itself refuses to read.
         is_number = text.isdecimal() and len(text) <= len(str(MOST))
         if not is_number or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
+            raise Wrong(
                 f"must be a whole number from {least} to {most}, and is {text!r}"
             )
         return int(text)
@@ -67,7 +68,7 @@ def number(least: float, most: float, rule: str) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be {rule}, and is {text!r}")
+            raise Wrong(f"must be {rule}, and is {text!r}")
         return value
 
     return convert
@@ -83,7 +84,7 @@ def factor(text: str) -> float | None:
 
 def file(text: str) -> Path:
     if not Path(text).name:
-        raise argparse.ArgumentTypeError(f"must name a file, and is {text!r}")
+        raise Wrong(f"must name a file, and is {text!r}")
     return Path(text)
 
 
@@ -101,6 +102,13 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = dict(
         "counted. none: room for all",
     ),
     tokens=(whole(1), "N", "tokens of each device"),
+    batch=(whole(1, 256), "N", "sequences at once"),
+    length=(whole(1, 10**6), "N", "bytes to generate"),
+    temperature=(
+        number(0, 100, "a number from 0 to 100"),
+        "X",
+        "of the choice of bytes; 0 takes the likeliest",
+    ),
     data=(whole(1, MOST_DEVICES), "N", "size of the data axis"),
     fsdp=(whole(1, MOST_DEVICES), "N", "size of the axis that weights are stored over"),
     expert=(
@@ -116,6 +124,12 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = dict(
     steps=(whole(1), "N", "training steps in all"),
     seed=(whole(0), "N", "of random numbers"),
     out=(Path, "DIR", "for all files"),
+)
+_CHOICES = dict(
+    implementation=(
+        ("ffi", "xla"),
+        "jax_ep's custom calls or plain JAX collectives [ffi where it runs]",
+    )
 )
 # Those that are there or not.
 _SWITCHES = dict(
@@ -133,6 +147,10 @@ def add(group: Any, **defaults: Any) -> None:
     for name, default in defaults.items():
         if name in _SWITCHES:
             group.add_argument(flag(name), action="store_true", help=_SWITCHES[name])
+            continue
+        if name in _CHOICES:
+            choices, text = _CHOICES[name]
+            group.add_argument(flag(name), choices=choices, help=text)
             continue
         convert, letter, text = _VALUES[name]
         if default is not None:
@@ -164,18 +182,27 @@ def check_layer(
         )
 
 
-def saved_settings(path: Path, names: set[str]) -> dict[str, Any]:
+def check_tensor(hidden: int, tensor: int) -> None:
+    """Raises ValueError where a tensor axis cannot be of that size."""
+    if hidden % tensor:
+        raise ValueError(f"--tensor must divide --hidden (={hidden}), and is {tensor}")
+
+
+def saved_settings(
+    path: Path, names: set[str], flag: str = "--resume"
+) -> dict[str, Any]:
     """What a run began with.
 
     Raises:
-      ValueError: there is none, or it is not this program's.
+      ValueError: there is none, or it is not of the program whose settings have these
+        names.
     """
     if not path.is_file():
-        raise ValueError(f"--resume: there is no run in {path.parent}")
+        raise ValueError(f"{flag}: there is no run in {path.parent}")
     try:
         found = json.loads(path.read_text())
     except ValueError:
         found = None
     if not isinstance(found, dict) or not found.keys() <= names:
-        raise ValueError(f"--resume: {path} is not of a run of this program")
+        raise ValueError(f"{flag}: {path} is not of a run of this program")
     return found

@@ -12,10 +12,11 @@ from jax_ep import MoEConfig, MoEStats
 from jax_ep.nnx import MoE
 
 HEAD_WIDTH = 32
+WINDOW = 128  # Bytes that a byte sees, itself included.
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with rotary positions."""
+    """Causal self-attention over the last `WINDOW` bytes, with rotary positions."""
 
     def __init__(self, hidden: int, rngs: nnx.Rngs):
         heads = (hidden // HEAD_WIDTH, HEAD_WIDTH)
@@ -23,17 +24,39 @@ class Attention(nnx.Module):
         self.query, self.key, self.value = (linear(hidden, heads) for _ in range(3))
         self.out = linear(heads, hidden, axis=(-2, -1))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        query, key = rotate(self.query(x)), rotate(self.key(x))
-        y = jax.nn.dot_product_attention(query, key, self.value(x), is_causal=True)
-        return self.out(y)
+    def __call__(self, x: jax.Array, past: tuple | None = None, length: Any = 0):
+        """`[B, S, H]` like x, and its keys and values.
+
+        Args:
+          x: `[B, S, H]`; S is 1 where there is a past.
+          past: keys and values `[B, WINDOW, heads, D]`, of position p at p % WINDOW.
+            The new ones then come back in their place among them.
+          length: positions before x.
+        """
+        size = x.shape[1]
+        positions = length + jnp.arange(size)
+        query, key = (rotate(f(x), positions) for f in (self.query, self.key))
+        now = key, self.value(x)
+        if past is None:
+            window = (WINDOW - 1, 0) if size > WINDOW else None
+            y = jax.nn.dot_product_attention(
+                query, *now, is_causal=True, local_window_size=window
+            )
+            return self.out(y), now
+        place = length % WINDOW
+        now = tuple(
+            old.at[:, place].set(new[:, 0]) for old, new in zip(past, now, strict=True)
+        )
+        is_filled = jnp.arange(WINDOW)[None, None, None] <= length
+        y = jax.nn.dot_product_attention(query, *now, mask=is_filled)
+        return self.out(y), now
 
 
-def rotate(x: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Turns pairs of features of `x` `[B, S, heads, D]` by angles that grow with S."""
     a, b = jnp.split(x, 2, axis=-1)
     frequency = 1e4 ** -jnp.linspace(0, 1, a.shape[-1], endpoint=False)
-    angle = jnp.arange(x.shape[1])[:, None, None] * frequency
+    angle = positions[:, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
@@ -48,12 +71,13 @@ class Block(nnx.Module):
         # Statistics are returned, so that generation changes no state.
         self.moe = MoE(config, record_stats=False, rngs=rngs, **static)
 
-    def __call__(self, x: jax.Array, deterministic: bool):
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(self, x: jax.Array, deterministic: bool, *past: Any):
+        y, keys_and_values = self.attention(self.attention_norm(x), *past)
+        x = x + y
         y, stats = self.moe(
             self.moe_norm(x), deterministic=deterministic, return_stats=True
         )
-        return x + y, stats
+        return x + y, stats, keys_and_values
 
 
 class LanguageModel(nnx.Module):
@@ -80,13 +104,27 @@ class LanguageModel(nnx.Module):
     def __call__(
         self, tokens: jax.Array, *, deterministic: bool = False
     ) -> tuple[jax.Array, MoEStats]:
+        logits, stats, _ = self.with_past(tokens, deterministic=deterministic)
+        return logits, stats
+
+    def with_past(
+        self,
+        tokens: jax.Array,
+        past: Any = None,
+        length: Any = 0,
+        *,
+        deterministic: bool = True,
+    ):
+        """Logits, statistics, and every block's keys and values; see `Attention`."""
         x = self.embed(tokens)
-        each = []
-        for block in self.blocks:
-            x, stats = block(x, deterministic)
+        each, now = [], []
+        for n, block in enumerate(self.blocks):
+            mine = None if past is None else past[n]
+            x, stats, keys_and_values = block(x, deterministic, mine, length)
             each.append(stats)
+            now.append(keys_and_values)
         logits = self.embed.attend(self.norm(x))
-        return logits, jax.tree.map(lambda *layers: jnp.stack(layers), *each)
+        return logits, jax.tree.map(lambda *layers: jnp.stack(layers), *each), now
 
 
 def loss_and_stats(model: LanguageModel, windows: jax.Array, **static: bool):

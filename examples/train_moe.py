@@ -176,11 +176,7 @@ def command_line() -> command.Parser:
         help="devices of --expert that NVLink joins; rows go to other domains first, "
         "then on inside each [all of --expert]",
     )
-    devices.add_argument(
-        "--implementation",
-        choices=("ffi", "xla"),
-        help="jax_ep's custom calls or plain JAX collectives [ffi where it runs]",
-    )
+    command.add(devices, implementation=None)
     training = parser.add_argument_group("training")
     command.add(training, steps=default.steps, seed=default.seed, out=OUT, resume=False)
     training.add_argument(
@@ -218,11 +214,7 @@ def choose_settings(given: dict, path: Path, resume: bool) -> Settings:
         raise ValueError(
             f"--hidden must be a multiple of {lm.HEAD_WIDTH}, and is {settings.hidden}"
         )
-    if settings.hidden % settings.tensor:
-        raise ValueError(
-            f"--tensor must divide --hidden (={settings.hidden}), and is "
-            f"{settings.tensor}"
-        )
+    command.check_tensor(settings.hidden, settings.tensor)
     command.check_layer(
         experts=settings.experts,
         topk=settings.topk,

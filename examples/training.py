@@ -23,7 +23,7 @@ from jax_ep import MoEConfig
 from jax_ep.nnx import SelectionBias
 from jax_ep.record import Recorder
 
-CONTEXT = 128  # Bytes that the model sees.
+CONTEXT = lm.WINDOW
 SEQUENCES = 16  # In a batch, over all devices.
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 BALANCE_LOSS, ROUTER_Z_LOSS = 1e-2, 1e-3
