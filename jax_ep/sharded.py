@@ -16,6 +16,11 @@ from jax_ep.axis import axis_label
 from jax_ep.config import MoEConfig
 from jax_ep.experts import Matmul
 from jax_ep.losses import MoEStats
+from jax_ep.mapped import (
+    explicit_mapped_axes,
+    is_mapped_over,
+    is_spmd_axis_error,
+)
 from jax_ep.moe import moe
 from jax_ep.params import (
     MoEParams,
@@ -31,7 +36,6 @@ from jax_ep.tensor import tensor_axis_of
 from jax_ep.tokens import Split, check_arrays, split_of
 
 EXPERT_AXIS = "expert"
-_SPMD_ERROR = "spmd_axis_name cannot appear in shard_map in_specs"
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 _OTHER_EXPERT_AXES = ("ep", "exp")  # Where the default name would mean one of these.
 
@@ -128,7 +132,7 @@ def sharded_moe(
                 f"of the mesh, which has {tuple(mesh.axis_names)}."
             )
     expert_names = _expert_axes_of(mesh, expert_names)
-    mapped = () if context.manual_axes else _mapped_axes(mesh)
+    mapped = () if context.manual_axes else explicit_mapped_axes(mesh)
     for name in mapped:
         if name in (*data_names, *expert_names):
             raise ValueError(
@@ -167,35 +171,25 @@ def sharded_moe(
         static += (split.sequence_names, keep_topk_idx, matmul)
         return _sharded(static, mesh, split, specs, check_vma)(*args)
 
+    # A custom_vjp gives what a vmap does not map a cotangent that varies over its
+    # spmd_axis_name, which check_vma refuses; without, shard_map adds up over all axes.
     if data_axes is not None:
-        return over(data_names)
-    # An Auto axis that a vmap maps over (spmd_axis_name) is known by this error alone.
-    # A custom_vjp then gives what is not mapped a cotangent that varies over it, which
-    # check_vma refuses; without, shard_map adds up over all axes by itself.
+        known = {*expert_names, *data_names, *tensor_names}
+        left = [name for name in mesh.axis_names if name not in known]
+        arrays = (x, params, token_mask)
+        is_mapped = any(is_mapped_over(mesh, name, arrays) for name in left)
+        return over(data_names, check_vma=not is_mapped)
+    # By default such an axis would be a data axis, and fails as one.
     last = ValueError()
     for taken in ((), *((name,) for name in data_names)):
         try:
             rest = tuple(name for name in data_names if name not in taken)
             return over(rest, check_vma=not taken)
         except ValueError as error:
-            if _SPMD_ERROR not in str(error):
+            if not is_spmd_axis_error(error):
                 raise
             last = error
     raise last
-
-
-def _mapped_axes(mesh) -> tuple[str, ...]:
-    """The Explicit axes that a vmap around the call maps over: no shard_map's here."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return ()
-    manual = []
-
-    def look():
-        manual.extend(jax.sharding.get_abstract_mesh().manual_axes)
-        return jnp.zeros(())
-
-    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=P()))
-    return tuple(name for name in mesh.axis_names if name not in manual)
 
 
 def _split(mesh, x, names, sequence_axes) -> Split:

@@ -37,37 +37,43 @@ def nth(tree, n):
 
 
 @functools.cache
-def expected(over_layers):
+def expected(over):
     """Loss and gradients of dense layers, one after another."""
+    over_layers, over_x = "layers" in over, "x" in over
 
     def loss(params, x):
         total = 0.0
         for n in range(2):
             mine = nth(params, n) if over_layers else params
             used = nth(layers(), n if over_layers else 0)
-            ids = dense.moe(np, X[n], used, CONFIG)[1]
-            out, _, probs, _ = dense.moe(jnp, x[n], mine, CONFIG, ids)
+            at = n if over_x else 0
+            ids = dense.moe(np, X[at], used, CONFIG)[1]
+            out, _, probs, _ = dense.moe(jnp, x[n] if over_x else x, mine, CONFIG, ids)
             total += (out * X[n]).sum() + 0.5 * dense.balance_loss(probs, ids, 4)
         return total
 
     params = layers() if over_layers else nth(layers(), 0)
+    x = X if over_x else X[0]
     with jax.numpy_rank_promotion("allow"):
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, X)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
 
 
 @pytest.mark.jax_version
 @pytest.mark.parametrize(
-    ("kind", "name", "over_layers", "data_axes"),
+    ("kind", "name", "over", "data_axes"),
     [
-        (AxisType.Auto, None, True, None),
-        (AxisType.Auto, "stage", True, "data"),
-        (AxisType.Auto, "stage", False, None),
-        (AxisType.Explicit, None, True, None),
-        (AxisType.Explicit, "stage", True, "data"),
-        (AxisType.Explicit, None, False, None),
+        (AxisType.Auto, None, "layers, x", None),
+        (AxisType.Auto, "stage", "layers, x", "data"),
+        (AxisType.Auto, "stage", "x", None),
+        (AxisType.Auto, "stage", "x", "data"),
+        (AxisType.Auto, "stage", "layers", "data"),
+        (AxisType.Explicit, None, "layers, x", None),
+        (AxisType.Explicit, "stage", "layers, x", "data"),
+        (AxisType.Explicit, None, "x", None),
     ],
 )
-def test_on_a_mesh_axis(kind, name, over_layers, data_axes):
+def test_on_a_mesh_axis(kind, name, over, data_axes):
+    """Gradients too, also by what is not mapped."""
     names = ("stage", "data", "expert")
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=(kind,) * 3)
 
@@ -76,16 +82,17 @@ def test_on_a_mesh_axis(kind, name, over_layers, data_axes):
             out, stats = jax_ep.sharded_moe(x, params, CONFIG, data_axes=data_axes)
             return (out * weight).sum() + stats.aux_loss
 
-        mapped = (0 if over_layers else None, 0, 0)
+        mapped = (0 if "layers" in over else None, 0 if "x" in over else None, 0)
         return jax.vmap(one, mapped, spmd_axis_name=name)(params, x, weights).sum()
 
     with jax.set_mesh(mesh):
         put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("stage")))
-        x, weights = put(X), put(X)
-        params = jax.tree.map(put, layers()) if over_layers else nth(layers(), 0)
+        x, weights = put(X) if "x" in over else X[0], put(X)
+        params = layers()
+        params = jax.tree.map(put, params) if "layers" in over else nth(params, 0)
         got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
     for one, two in zip(
-        jax.tree.leaves(got), jax.tree.leaves(expected(over_layers)), strict=True
+        jax.tree.leaves(got), jax.tree.leaves(expected(over)), strict=True
     ):
         np.testing.assert_allclose(one, two, rtol=2e-4, atol=1e-5)
 
