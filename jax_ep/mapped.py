@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +39,7 @@ def is_mapped_over(mesh: Any, name: str, arrays: Any) -> bool:
     traced = [
         leaf.reshape(-1)[0].astype(jnp.float32)
         for leaf in jax.tree.leaves(arrays)
-        if isinstance(leaf, jax.core.Tracer) and leaf.size
+        if isinstance(leaf, Tracer) and leaf.size
     ]
     if kind != AxisType.Auto or not traced:
         return False

@@ -111,11 +111,13 @@ def cache_folder() -> pathlib.Path | None:
 
 @functools.cache
 def include_folder() -> pathlib.Path:
-    """The folder of `cuda_bf16.h`: of the pip packages, else of a CUDA toolkit."""
+    """The folder of `cuda_bf16.h`: of the pip packages, else of a CUDA toolkit.
+
+    Of the packages for NVRTC's own CUDA: those for 12 and 13 may both be there.
+    """
     candidates = []
-    # find_spec, since the packages are folders without code. `nvidia.cu13` is where
-    # CUDA 13's wheels put everything.
-    for package in ("nvidia.cu13", "nvidia.cuda_runtime"):
+    for package in _header_packages():
+        # find_spec, since the packages are folders without code.
         with contextlib.suppress(ModuleNotFoundError):
             spec = importlib.util.find_spec(package)
             for path in (spec and spec.submodule_search_locations) or ():
@@ -129,9 +131,17 @@ def include_folder() -> pathlib.Path:
             return candidate
     raise ImportError(
         "jax_ep: the CUDA kernels need CUDA's headers (cuda_bf16.h), which are in none "
-        f"of {[str(c) for c in candidates]}. {pip_install('cuda13')} brings them "
+        f"of {[str(c) for c in candidates]}. {_install()} brings them "
         "(nvidia-cuda-runtime); CUDA_HOME may name a toolkit instead."
     )
+
+
+def _header_packages() -> tuple[str, ...]:
+    before_13, since_13 = "nvidia.cuda_runtime", "nvidia.cu13"
+    try:
+        return (before_13,) if version() < (13, 0) else (since_13, before_13)
+    except ImportError:  # Whoever compiles hears of that first.
+        return since_13, before_13
 
 
 @functools.cache
@@ -143,7 +153,7 @@ def version() -> tuple[int, int]:
     except RuntimeError as error:  # cuda-python has no NVRTC library to load
         raise ImportError(
             f"jax_ep: NVRTC, which compiles the CUDA kernels, cannot be loaded "
-            f"({' '.join(str(error).split())}). {pip_install('cuda13')} brings it "
+            f"({' '.join(str(error).split())}). {_install()} brings it "
             "(nvidia-cuda-nvrtc)."
         ) from error
     _check(nvrtc, result, "")
@@ -156,9 +166,13 @@ def _nvrtc():
     except ImportError as error:
         raise ImportError(
             f"jax_ep: the CUDA kernels are compiled through cuda-python, which cannot "
-            f"be imported ({error}). {pip_install('cuda13')} brings it."
+            f"be imported ({error}). {_install()} brings it."
         ) from error
     return nvrtc
+
+
+def _install() -> str:
+    return f"{pip_install('cuda13')} (cuda12 for a driver of CUDA 12)"
 
 
 def _check(nvrtc, result, log: str) -> None:

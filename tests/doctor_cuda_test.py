@@ -347,6 +347,7 @@ def library(version: int, *names: str):
 
 
 WINDOWS = ("ncclMemAlloc", "ncclCommWindowRegister", "ncclTeamLsa")
+POINTER = "ncclGetLsaDevicePointer"
 UPGRADE = "pip install -U 'nvidia-nccl-cu13>=2.29'"
 
 
@@ -354,7 +355,7 @@ UPGRADE = "pip install -U 'nvidia-nccl-cu13>=2.29'"
     ("version", "names", "how"),
     [
         (22809, WINDOWS, "the window's layout of 2.28"),
-        (23203, (*WINDOWS, "ncclGetLsaDevicePointer"), "ncclGetLsaDevicePointer"),
+        (23203, (*WINDOWS, POINTER), POINTER),
     ],
 )
 def test_nccl_in_order(version, names, how):
@@ -402,13 +403,28 @@ def test_nccl_that_lacks_functions():
 
 def test_nccl_without_symmetric_memory():
     outcomes = nccl.check(
-        True, "x", {"NCCL_CUMEM_ENABLE": "0"}, load=library(22809, *WINDOWS)
+        True, "x", {"NCCL_CUMEM_ENABLE": "0"}, load=library(23203, *WINDOWS, POINTER)
     )
     assert line(outcomes, "symmetric windows") == (
         "problem",
         "NCCL_CUMEM_ENABLE=0 turns them off",
         "Unset NCCL_CUMEM_ENABLE.",
     )
+
+
+def test_remedies_are_those_of_the_cuda_that_is_installed():
+    """What a machine with CUDA 12 is told, where nothing works."""
+    missing = raises(ImportError("none"))
+    told = [
+        *gpus.check(DEV, [], "", None, {}, [NO_LIBRARY], "cuda12"),
+        *kernels.check(True, ("sm_90a",), extra="cuda12", version=missing),
+        *nccl.check(True, "none", {}, extra="cuda12", load=raises(OSError("none"))),
+    ]
+    remedies = [outcome.remedy for outcome in told if outcome.state == "problem"]
+    assert len(remedies) == 4
+    for remedy in remedies:
+        assert "cuda12" in remedy or "cu12" in remedy
+        assert "13" not in remedy
 
 
 def test_no_nccl(tmp_path):

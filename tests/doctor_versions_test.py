@@ -13,6 +13,12 @@ PACKAGES = {"jax": "0.11.2", "jaxlib": "0.11.2", "numpy": "2.4.6", "flax": "0.12
 CUDA_PACKAGES = PACKAGES | {
     "jax-cuda13-plugin": "0.11.2",
     "jax-cuda13-pjrt": "0.11.2",
+    "cuda-python": "13.4.4",
+}
+CUDA12_PACKAGES = PACKAGES | {
+    "jax-cuda12-plugin": "0.11.2",
+    "jax-cuda12-pjrt": "0.11.2",
+    "cuda-python": "12.9.10",
 }
 
 
@@ -23,6 +29,9 @@ CUDA_PACKAGES = PACKAGES | {
         (PYTHON_312, PACKAGES, False),
         (PYTHON_312, CUDA_PACKAGES, True),
         (PYTHON_312, CUDA_PACKAGES, False),
+        (PYTHON_312, CUDA12_PACKAGES, True),
+        # Kernels are compiled for others' GPUs, too.
+        (PYTHON_312, PACKAGES | {"cuda-python": "12.9.10"}, False),
     ],
 )
 def test_versions_that_go_together(python, packages, has_gpus):
@@ -98,6 +107,36 @@ def test_versions_that_go_together(python, packages, has_gpus):
             (
                 "expected that of jaxlib 0.11.2, got jax-cuda13-plugin 0.12.0",
                 pip_install("cuda13", "-U"),
+            ),
+        ),
+        (
+            PYTHON_312,
+            {"jax-cuda12-plugin": "0.12.0"},
+            True,
+            "CUDA plugin",
+            (
+                "expected that of jaxlib 0.11.2, got jax-cuda12-plugin 0.12.0",
+                "pip install -U '.[cuda12]'",
+            ),
+        ),
+        (
+            PYTHON_312,
+            {"jax-cuda12-plugin": "0.11.2", "jax-cuda13-plugin": "0.11.2"},
+            True,
+            "CUDA plugin",
+            (
+                "expected one, got jax-cuda13-plugin 0.11.2, jax-cuda12-plugin 0.11.2",
+                "pip uninstall the one whose CUDA is not the driver's (nvidia-smi).",
+            ),
+        ),
+        (
+            PYTHON_312,
+            CUDA12_PACKAGES | {"cuda-python": "13.4.4"},
+            True,
+            "cuda-python",
+            (
+                "expected 12, as the CUDA plugin's CUDA, got 13.4.4",
+                "pip install -U '.[cuda12]'",
             ),
         ),
     ],

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -452,6 +453,24 @@ def test_no_headers(monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/opt/toolkit")
     with pytest.raises(ImportError, match=r"/opt/toolkit/include.*\[cuda13"):
         nvrtc.include_folder.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "version, folder", [((12, 9), "cuda_runtime"), ((13, 0), "cu13")]
+)
+def test_headers_are_of_the_compilers_cuda(monkeypatch, tmp_path, version, folder):
+    """With the packages of both installed."""
+    for name in ("cuda_runtime", "cu13"):
+        (tmp_path / name / "include").mkdir(parents=True)
+        (tmp_path / name / "include" / "cuda_bf16.h").write_text("")
+
+    def find_spec(name):
+        place = str(tmp_path / name.removeprefix("nvidia."))
+        return types.SimpleNamespace(submodule_search_locations=[place])
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    assert nvrtc.include_folder.__wrapped__() == tmp_path / folder / "include"
 
 
 def test_headers_of_a_toolkit(monkeypatch, tmp_path):

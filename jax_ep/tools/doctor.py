@@ -80,6 +80,7 @@ def examine(timeout_s: float, say=lambda text: None) -> Iterator[Outcome]:
     is_hidden = bool(gpus.hidden_by(environment))
     has_gpus = bool(system) and not is_hidden
     packages = versions.installed()
+    extra = versions.extra(packages)
     has_plugin = any(name in packages for name in versions.PLUGINS)
     yield from versions.check(sys.version_info[:3], packages, has_gpus)
     yield from module.check(
@@ -99,9 +100,9 @@ def examine(timeout_s: float, say=lambda text: None) -> Iterator[Outcome]:
 
     say("compiling a kernel")
     is_needed = bool(seen) or kernels.has_compiler()
-    yield from kernels.check(is_needed, architectures(cuda))
+    yield from kernels.check(is_needed, architectures(cuda), extra=extra)
     yield kernels.check_cache(is_needed, nvrtc.cache_folder())
-    yield from nccl.check(bool(seen), nccl.library_path(), environment)
+    yield from nccl.check(bool(seen), nccl.library_path(), environment, extra=extra)
     yield experts.check(seen)
 
     say("an exchange on CPU devices")

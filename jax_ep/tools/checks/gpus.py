@@ -59,6 +59,7 @@ def check(
     driver: Driver | None,
     environment: Mapping[str, str],
     plugin_failures: Sequence[str] = (),
+    extra: str = "cuda13",
 ) -> list[Outcome]:
     """Judges the GPUs.
 
@@ -69,15 +70,17 @@ def check(
       driver: what the CUDA driver says; None without GPUs or without cuda-python.
       environment: `os.environ`.
       plugin_failures: what JAX logged of CUDA plugins that did not start.
+      extra: from `versions.extra`.
     """
     if plugin_failures and (system or not _is_of_driver(plugin_failures[0])):
         plugin = SUBJECT.problem(
             "CUDA plugin",
             f"did not start: {plugin_failures[0]}",
-            "pip install -U '.[cuda13]' brings the libraries it needs; where there are "
-            "no GPUs: pip uninstall jax-cuda13-plugin jax-cuda13-pjrt",
+            f"{pip_install(extra, '-U')} brings the libraries it needs; where there "
+            f"are no GPUs: pip uninstall jax-{extra}-plugin jax-{extra}-pjrt",
         )
-        return [plugin, *check(system, seen, why_unseen, driver, environment)]
+        rest = check(system, seen, why_unseen, driver, environment, (), extra)
+        return [plugin, *rest]
     names = ("JAX sees", "capability", "peer access", "domains", "memory")
     hidden = hidden_by(environment)
     if not system and not seen:
@@ -93,8 +96,8 @@ def check(
         if why_unseen:
             found += f": {why_unseen}"
         remedy = (
-            f"Python 3.12 or later with {pip_install('cuda13', '-U')}; the NVIDIA "
-            "driver must be one for CUDA 13 (nvidia-smi shows it)."
+            f"Python 3.12 or later with {pip_install(extra, '-U')}; the NVIDIA "
+            f"driver must be one for CUDA {extra[4:]} (nvidia-smi shows it)."
         )
         rest = [SUBJECT.not_applicable(n, "JAX sees no GPUs") for n in names[1:]]
         return [SUBJECT.problem(names[0], found, remedy), *rest]

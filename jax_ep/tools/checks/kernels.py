@@ -14,8 +14,6 @@ from jax_ep.tools.checks.outcome import NO_CUDA, Outcome, Subject, one_line
 
 SUBJECT = Subject("kernels")
 
-_INSTALL = f"On Python 3.12 or later: {pip_install('cuda13', '-U')}"
-
 
 def has_compiler() -> bool:
     """Whether cuda-python is installed, through which NVRTC is called."""
@@ -29,6 +27,7 @@ def check(
     is_needed: bool,
     architectures: tuple[str, ...],
     *,
+    extra: str = "cuda13",
     version: Callable[[], tuple[int, int]] = nvrtc.version,
     include_folder: Callable[[], Path] = nvrtc.include_folder,
     report: Callable[..., Iterable[Any]] = kernels.report,
@@ -38,6 +37,7 @@ def check(
     Args:
       is_needed: there are GPUs, or cuda-python is installed for others'.
       architectures: for which to compile.
+      extra: from `versions.extra`.
       version: of NVRTC.
       include_folder: CUDA's headers.
       report: compiles kernels, past every cache.
@@ -45,15 +45,16 @@ def check(
     if not is_needed:
         names = ("NVRTC", "headers", "compilation")
         return [SUBJECT.not_applicable(name, NO_CUDA) for name in names]
+    install = f"On Python 3.12 or later: {pip_install(extra, '-U')}"
     outcomes = []
     try:
         outcomes.append(SUBJECT.healthy("NVRTC", "{}.{}".format(*version())))
     except (ImportError, RuntimeError) as error:
-        outcomes.append(SUBJECT.problem("NVRTC", one_line(error), _INSTALL))
+        outcomes.append(SUBJECT.problem("NVRTC", one_line(error), install))
     try:
         outcomes.append(SUBJECT.healthy("headers", str(include_folder())))
     except ImportError as error:
-        outcomes.append(SUBJECT.problem("headers", one_line(error), _INSTALL))
+        outcomes.append(SUBJECT.problem("headers", one_line(error), install))
     if any(outcome.state == "problem" for outcome in outcomes):
         why = "needs NVRTC and the headers"
         return [*outcomes, SUBJECT.not_applicable("compilation", why)]
@@ -63,7 +64,7 @@ def check(
             usage for *_, usage in report([kernels.layout_kernel()], architectures)
         ]
     except Exception as error:  # Whatever it is, it is what a program would meet.
-        remedy = "NVRTC and the headers must be of one CUDA release. " + _INSTALL
+        remedy = "NVRTC and the headers must be of one CUDA release. " + install
         outcomes.append(SUBJECT.problem("compilation", one_line(error), remedy))
         return outcomes
     seconds = time.perf_counter() - start

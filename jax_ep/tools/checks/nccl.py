@@ -20,7 +20,6 @@ _FOR_JAX = (((0, 12), 22900),)
 # As ffi/cuda/nccl.cc looks them up.
 _NEEDED = ("ncclMemAlloc", "ncclCommWindowRegister", "ncclTeamLsa")
 _LSA_POINTER = "ncclGetLsaDevicePointer"
-_INSTALL = "pip install -U 'nvidia-nccl-cu13>=2.29'"
 # Settings that leave NCCL without symmetric memory where they are 0.
 _SWITCHES = ("NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE")
 
@@ -41,6 +40,7 @@ def check(
     path: str,
     environment: Mapping[str, str],
     *,
+    extra: str = "cuda13",
     jax_version: tuple[int, ...] = jax.__version_info__,
     load: Any = ctypes.CDLL,
 ) -> list[Outcome]:
@@ -50,9 +50,11 @@ def check(
       has_gpus: whether there are CUDA devices.
       path: from `library_path`.
       environment: `os.environ`.
+      extra: from `versions.extra`.
       jax_version: of the jax that would use it.
       load: opens a library.
     """
+    install = f"pip install -U 'nvidia-nccl-cu{extra[4:]}>=2.29'"
     if not has_gpus:
         return [SUBJECT.not_applicable("library", NO_CUDA)]
     try:
@@ -60,17 +62,17 @@ def check(
         number = ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError) as error:
-        return [SUBJECT.problem("library", one_line(error), _INSTALL)]
+        return [SUBJECT.problem("library", one_line(error), install)]
     version = number.value
     shown = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     if version < _MIN_VERSION:
-        return [SUBJECT.problem("library", f"expected >= 2.28, got {shown}", _INSTALL)]
+        return [SUBJECT.problem("library", f"expected >= 2.28, got {shown}", install)]
     for newer, least in _FOR_JAX:
         if jax_version >= newer and version < least:
             text = f"{least // 10000}.{least // 100 % 100}"
             jax_text = ".".join(map(str, jax_version))
             found = f"expected >= {text} for jax {jax_text}, got {shown}"
-            return [SUBJECT.problem("library", found, _INSTALL)]
+            return [SUBJECT.problem("library", found, install)]
     outcomes = [SUBJECT.healthy("library", f"{shown}, {path}")]
     needed: list[str] = list(_NEEDED)
     if version >= _LSA_POINTER_VERSION:
@@ -78,7 +80,7 @@ def check(
     missing = [name for name in needed if not hasattr(library, name)]
     if missing:
         found = f"{shown} lacks {', '.join(missing)}"
-        outcomes.append(SUBJECT.problem("symmetric windows", found, _INSTALL))
+        outcomes.append(SUBJECT.problem("symmetric windows", found, install))
         return outcomes
     how = _LSA_POINTER if _LSA_POINTER in needed else "the window's layout of 2.28"
     for switch in _SWITCHES:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+from collections.abc import Iterable
 
 from jax_ep.installed import pip_install
 from jax_ep.tools.checks.outcome import Outcome, Subject
@@ -19,7 +20,10 @@ OLDEST_FLAX = (0, 12)
 # What the tests have run on: later ones are named, and no problem.
 NEWEST_TESTED = {"jax": (0, 12), "flax": (0, 12), "numpy": (2, 5)}
 
-PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-cuda13-pjrt")
+PLUGINS = (
+    *("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+)
 PACKAGES = ("jax", "jaxlib", *PLUGINS, "numpy", "flax", "cuda-python")
 
 
@@ -51,6 +55,7 @@ def check(
         outcomes.append(_package(name, packages, oldest))
     outcomes.append(_same_release(packages))
     outcomes.append(_plugin(python, packages, has_gpus))
+    outcomes.append(_cuda_python(packages))
     outcomes.append(_package("numpy", packages, OLDEST_NUMPY))
     if "flax" in packages:
         outcomes.append(_package("flax", packages, OLDEST_FLAX))
@@ -58,6 +63,13 @@ def check(
         why = "not installed; only jax_ep.nnx and jax_ep.linen need it"
         outcomes.append(SUBJECT.not_applicable("flax", why))
     return outcomes
+
+
+def extra(packages: Iterable[str]) -> str:
+    """Ours for the CUDA of the plugin that is installed."""
+    names = [name for name in packages if name in PLUGINS]
+    is_12 = bool(names) and all("cuda12" in name for name in names)
+    return "cuda12" if is_12 else "cuda13"
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -120,7 +132,13 @@ def _plugin(python, packages: dict[str, str], has_gpus: bool) -> Outcome:
     name = "CUDA plugin"
     found = {name: packages[name] for name in PLUGINS if name in packages}
     listed = ", ".join(f"{plugin} {version}" for plugin, version in found.items())
-    remedy = pip_install("cuda13", "-U")
+    remedy = pip_install(extra(packages), "-U")
+    if {"jax-cuda12-plugin", "jax-cuda13-plugin"} <= found.keys():
+        return SUBJECT.problem(
+            name,
+            f"expected one, got {listed}",
+            "pip uninstall the one whose CUDA is not the driver's (nvidia-smi).",
+        )
     if not found:
         if not has_gpus:
             return SUBJECT.not_applicable(name, "not installed, and there are no GPUs")
@@ -139,3 +157,19 @@ def _plugin(python, packages: dict[str, str], has_gpus: bool) -> Outcome:
             remedy,
         )
     return SUBJECT.healthy(name, listed)
+
+
+def _cuda_python(packages: dict[str, str]) -> Outcome:
+    """NVRTC is called through it, and must be of the plugin's CUDA."""
+    name = "cuda-python"
+    if name not in packages:
+        return SUBJECT.not_applicable(name, "not installed; only CUDA needs it")
+    version, has_plugin = packages[name], any(p in packages for p in PLUGINS)
+    major = int(extra(packages)[4:])
+    if has_plugin and release(version)[:1] != (major,):
+        return SUBJECT.problem(
+            name,
+            f"expected {major}, as the CUDA plugin's CUDA, got {version}",
+            pip_install(extra(packages), "-U"),
+        )
+    return SUBJECT.healthy(name, version)
