@@ -76,7 +76,8 @@ class MoEConfig:
         (Switch); needs a `key` in the call, without one there is no noise.
       use_random_routing: benchmarks: random logits in place of the router's.
       expert_scale: whether each expert has a trained factor that multiplies its
-        weights (Gemma 4).
+        weights (Gemma 4's router, which also normalises what it sees: that is not
+        offered, and its configs are refused).
       weights_scale_input: whether a weight multiplies what its expert sees in place of
         what it gives (Llama 4).
       activation: "silu" and "gelu" gate as `act(gate) * up`, and so do "gelu_tanh" (its
@@ -311,9 +312,9 @@ class MoEConfig:
         read. What a config does not say is as `MoEConfig` has it.
 
         - MaxText: resolved values of `base.yml`. Weights are a softmax over the chosen
-          logits whatever `norm_topk_prob` says, but for DeepSeek's, Llama 4's and Gemma
-          4's decoder blocks; `routed_bias` is the logits' bias, or with a score
-          function the choice's; the load-balance loss is per sequence.
+          logits whatever `norm_topk_prob` says, but for DeepSeek's and Llama 4's
+          decoder blocks; `routed_bias` is the logits' bias, or with a score function
+          the choice's; the load-balance loss is per sequence.
         - Hugging Face: `config.json`. With its `model_type` as `hf_moe_config` has it,
           and with the load-balance loss, unless `output_router_logits` is False.
         - Megatron: the command line's names or those of `TransformerConfig`, without

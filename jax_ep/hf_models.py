@@ -6,7 +6,8 @@ from typing import Any
 
 from jax_ep.config import MoEConfig
 from jax_ep.names import fields_of
-from jax_ep.names.huggingface import MODEL_TYPES, model_type_of, model_values
+from jax_ep.names.huggingface import MODEL_TYPES as MODEL_TYPES
+from jax_ep.names.huggingface import check_model_type, model_type_of, model_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +44,7 @@ NAMES = dict(
 
 def names_of(op: str, model_type: Any) -> Names:
     """Of a model type; `op` is for the message if there is no such type."""
-    if model_type not in NAMES:
-        raise ValueError(
-            f"jax_ep.{op}: model_type (={model_type!r}) must be one of "
-            f"{', '.join(MODEL_TYPES)}."
-        )
+    check_model_type(op, model_type)
     return NAMES[model_type]
 
 

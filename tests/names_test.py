@@ -4,6 +4,7 @@ Each owner's router and loss is written here from its own code's definition, in 
 float64, one token at a time where that is plainer; none of the package's code is used.
 """
 
+import enum
 import functools
 
 import jax
@@ -568,7 +569,7 @@ def test_activations():
     assert activation(activation=jax.nn.mish) is jax.nn.mish
 
 
-def test_shared_experts_and_gemma():
+def test_shared_experts():
     names = dict(MAXTEXT, num_experts_per_tok=2, shared_experts=2)
     config = MoEConfig.from_names(**dict(names, decoder_block="llama4"))
     assert config.num_shared_experts == 2 and not config.shared_expert_gate
@@ -577,10 +578,59 @@ def test_shared_experts_and_gemma():
     assert config.shared_size == 0
     config = MoEConfig.from_names(**dict(names, decoder_block="qwen3_next"))
     assert config.shared_expert_gate and config.shared_size == F
-    names.update(decoder_block="gemma4", mlp_dim=3 * F, norm_topk_prob=True)
-    config = MoEConfig.from_names(**names)
-    assert config.expert_scale and config.norm_topk_prob
-    assert config.shared_size == 2 * 3 * F
+
+
+def test_decoder_blocks_in_any_case_and_as_the_enum_of_a_resolved_config():
+    class Block(enum.Enum):
+        LLAMA4 = "llama4"
+        GEMMA4 = "gemma4"
+
+    names = dict(MAXTEXT, num_experts_per_tok=1)
+    want = MoEConfig.from_names(**names, decoder_block="llama4")
+    assert want.weights_scale_input
+    assert MoEConfig.from_names(**names, decoder_block="LLAMA4") == want
+    assert MoEConfig.from_names(**names, decoder_block=Block.LLAMA4) == want
+    with pytest.raises(ValueError, match=r"decoder_block \(='gemma4'\) has a router"):
+        MoEConfig.from_names(**names, decoder_block=Block.GEMMA4)
+
+
+GEMMA4 = dict(
+    HF,
+    model_type="gemma4_text",
+    hidden_activation="gelu_pytorch_tanh",
+    enable_moe_block=True,
+    num_experts=E,
+    top_k_experts=2,
+    moe_intermediate_size=F,
+)
+GEMMA4_ROUTER = (
+    "has a router that sees its input normalised, times a trained scale, and experts "
+    "that see it normalised otherwise (models/gemma4/modeling_gemma4.py, "
+    "Gemma4TextDecoderLayer): two inputs are not offered."
+)
+
+
+def test_gemma4_of_transformers_is_refused():
+    """Its router is no part of a `MoEConfig`: without it other experts are chosen."""
+
+    def message(make, *args, **kwargs):
+        with pytest.raises(ValueError) as raised:
+            make(*args, **kwargs)
+        return str(raised.value)
+
+    refused = f"MoEConfig: model_type (='gemma4_text') {GEMMA4_ROUTER}"
+    assert message(MoEConfig.from_names, **GEMMA4) == f"jax_ep.{refused}"
+    whole = dict(model_type="gemma4", text_config=GEMMA4)
+    assert message(MoEConfig.from_names, **whole) == f"jax_ep.{refused}"
+    assert (
+        message(jax_ep.hf_moe_config, whole)
+        == f"jax_ep.hf_moe_config: model_type (='gemma4_text') {GEMMA4_ROUTER}"
+    )
+    untyped = {name: GEMMA4[name] for name in GEMMA4 if name != "model_type"}
+    assert (
+        message(MoEConfig.from_names, **untyped)
+        == f"jax_ep.MoEConfig: top_k_experts (=2) is Gemma 4's, which {GEMMA4_ROUTER}"
+    )
 
 
 def test_names_of_two_sources_that_one_of_them_only_has_beside_others():
@@ -643,6 +693,23 @@ REFUSED = [
         dict(decoder_block="deepseek", routed_score_func=""),
         "routed_score_func (='') must be 'softmax', 'sigmoid' or 'sqrtsoftplus' in "
         "decoder_block 'deepseek': logits as weights are not offered.",
+    ),
+    (
+        dict(decoder_block="gemma4"),
+        "decoder_block (='gemma4') has a router that sees its input normalised, times "
+        "a trained scale, and experts that see it normalised otherwise "
+        "(models/gemma4.py, Gemma4MoE): two inputs are not offered.",
+    ),
+    (
+        dict(decoder_block="llama2"),
+        "decoder_block (='llama2') must be one of deepseek, deepseek4, qwen3_next, "
+        "qwen3_5, envy, gpt_oss, llama4, mixtral, qwen3_custom_moe, qwen3_moe: no "
+        "other is known to have experts.",
+    ),
+    (
+        dict(decoder_block="llama4", norm_topk_prob=True),
+        "norm_topk_prob (=True) must be False in decoder_block 'llama4': there it "
+        "would divide logits before their sigmoid, which is not offered.",
     ),
     (
         dict(base_emb_dim=H, global_parameter_scale=2),

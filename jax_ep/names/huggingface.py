@@ -71,6 +71,11 @@ MARKERS = {
     "aux_loss_alpha",
 }
 
+_ROUTER_OF_ITS_OWN = (
+    "has a router that sees its input normalised, times a trained scale, and experts "
+    "that see it normalised otherwise (models/gemma4/modeling_gemma4.py, "
+    "Gemma4TextDecoderLayer): two inputs are not offered"
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LIKE_QWEN2 = ("qwen2_moe", "qwen3_next")
 _LIKE_DEEPSEEK_V3 = dict(
@@ -91,10 +96,25 @@ MODEL_TYPES = (
     "gpt_oss",
     "llama4_text",
 )
+# Whose config of text has experts, or not; theirs is a router like no other.
+_NORMALISES_FOR_ROUTER = ("gemma4_text", "diffusion_gemma_text")
 # Those whose ForCausalLM adds a load-balance loss; the others train without one.
 _HAS_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss")
 # Whether weights are divided where config.json does not say.
 _NORMALISES = dict(qwen2_moe=False, qwen3_moe=False, olmoe=False, qwen3_next=True)
+
+
+def check_model_type(op: str, model_type: Any) -> None:
+    """Raises for a model type whose MoE block is not known, or not offered."""
+    if model_type in _NORMALISES_FOR_ROUTER:
+        raise ValueError(
+            f"jax_ep.{op}: model_type (={model_type!r}) {_ROUTER_OF_ITS_OWN}."
+        )
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"jax_ep.{op}: model_type (={model_type!r}) must be one of "
+            f"{', '.join(MODEL_TYPES)}."
+        )
 
 
 def model_values(op: str, given: Values) -> Values:
@@ -212,8 +232,7 @@ def translate(given: Values, others: Values) -> Values:
     given = _of_text(given)
     model_type = given.get("model_type")
     if model_type is not None:
-        if model_type not in MODEL_TYPES:
-            refuse("model_type", model_type, f"must be one of {', '.join(MODEL_TYPES)}")
+        check_model_type("MoEConfig", model_type)
         values = model_values("MoEConfig", given)
     else:
         values = _values_without_type(given, others)
@@ -226,11 +245,15 @@ def translate(given: Values, others: Values) -> Values:
 
 
 def _values_without_type(given: Values, others: Values) -> Values:
+    if "top_k_experts" in given:
+        refuse(
+            "top_k_experts",
+            given["top_k_experts"],
+            f"is Gemma 4's, which {_ROUTER_OF_ITS_OWN}",
+        )
     values = known(
         num_experts=same(given, *_EXPERTS),
-        num_experts_per_tok=first(
-            given, "num_experts_per_tok", "top_k_experts", "top_k"
-        ),
+        num_experts_per_tok=first(given, "num_experts_per_tok", "top_k"),
         hidden_size=given.get("hidden_size"),
         # With the other one, this is of the layers without experts.
         moe_intermediate_size=first(

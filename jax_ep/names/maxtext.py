@@ -5,7 +5,7 @@ from jax_ep.names.source import Source, Values, first, known, refuse
 _ROUTED = "layers/moe.py, RoutedMoE"
 READ = dict(
     # What is computed hangs on these two.
-    decoder_block=f"{_ROUTED}.get_topk, apply_ffn_activation, permute",
+    decoder_block=f"{_ROUTED}.get_topk, apply_ffn_activation, permute; models/*.py",
     model_name="layers/moe.py, GateLogit: who keeps scores apart from the bias",
     # Sizes. Those without base_ are after global_parameter_scale.
     num_experts=f"{_ROUTED}",
@@ -88,14 +88,25 @@ _ACTIVATIONS = dict(
 )
 _GPT_OSS_LIMIT = 7.0
 _DEEPSEEK = ("deepseek", "deepseek4")
-_SHARED = (*_DEEPSEEK, "llama4", "gemma4")
+_SHARED = (*_DEEPSEEK, "llama4")
 _GATED_SHARED = ("qwen3_next", "qwen3_5")
+# models/*.py: those that make a RoutedMoE and give it one input.
+_BLOCKS = (
+    *_DEEPSEEK,
+    *_GATED_SHARED,
+    "envy",
+    "gpt_oss",
+    "llama4",
+    "mixtral",
+    "qwen3_custom_moe",
+    "qwen3_moe",
+)
 
 
 def translate(given: Values, others: Values) -> Values:
     """Fields of `MoEConfig` for resolved values of base.yml."""
     score_func = given.get("routed_score_func") or None  # "" is none.
-    block = given.get("decoder_block")
+    block = _block(given)
     if block is None and score_func:
         block = "deepseek"
     num_topk = first({**others, **given}, "num_experts_per_tok") or 1
@@ -115,6 +126,30 @@ def translate(given: Values, others: Values) -> Values:
         elif block == "llama4":
             values["load_balance_probs"] = "softmax_of_logits"
     return values
+
+
+def _block(given: Values) -> str | None:
+    """The decoder block's name; MaxText takes any case, and its config has an enum."""
+    block = given.get("decoder_block")
+    if block is None:
+        return None
+    block = getattr(block, "value", block)
+    name = block.lower() if isinstance(block, str) else block
+    if name == "gemma4":
+        refuse(
+            "decoder_block",
+            block,
+            "has a router that sees its input normalised, times a trained scale, and "
+            "experts that see it normalised otherwise (models/gemma4.py, Gemma4MoE): "
+            "two inputs are not offered",
+        )
+    if name not in _BLOCKS:
+        refuse(
+            "decoder_block",
+            block,
+            f"must be one of {', '.join(_BLOCKS)}: no other is known to have experts",
+        )
+    return name
 
 
 def _sizes(given: Values, block) -> Values:
@@ -145,9 +180,6 @@ def _sizes(given: Values, block) -> Values:
         values.update(num_shared_experts=1, shared_expert_gate=True)
     elif num_shared and (block is None or block in _SHARED):
         values["num_shared_experts"] = num_shared
-        if block == "gemma4":
-            shared_width = first(given, "mlp_dim", "base_mlp_dim")
-            values["shared_expert_intermediate_size"] = num_shared * shared_width
     return values
 
 
@@ -206,12 +238,16 @@ def _router(given: Values, block, score_func) -> Values:
     if block is None:  # Else nothing there reads them.
         values.update(routed_scaling_factor=scaling, **_groups(given))
     if block == "llama4":
+        if given.get("norm_topk_prob"):
+            refuse(
+                "norm_topk_prob",
+                True,
+                "must be False in decoder_block 'llama4': there it would divide logits "
+                "before their sigmoid, which is not offered",
+            )
         values.update(
             score_func="sigmoid", norm_topk_prob=False, weights_scale_input=True
         )
-    elif block == "gemma4":
-        values["expert_scale"] = True
-        values["norm_topk_prob"] = given.get("norm_topk_prob", False)
     else:
         values["norm_topk_prob"] = True  # A softmax over the chosen logits.
     return values
