@@ -114,6 +114,22 @@ def test_layout_in_rounds_with_ids_in_recv_slot(machine, tmp_path):
     check(machine, tmp_path, layout_cases(), edits=edits)
 
 
+# A rank that is in another layout: ids that are no experts here, and more of them.
+FOREIGN_IDS = [
+    Edit("layout_exchange.cuh", "num_ids) return kNoId;", "num_ids) return 0;"),
+    Edit(
+        "layout_exchange.cuh", "num_experts_ ? id : kNoId;", "num_experts_ ? id : 4094;"
+    ),
+    Edit("few_layout.cuh", "num_experts_ ? id : kNoId;", "num_experts_ ? id : 4094;"),
+]
+
+
+def test_ids_of_another_layout_are_masked_in_recv_slot(machine, tmp_path):
+    size = Edit("launch_shape.h", "kMaxHeldIds = 16 * 1024;", "kMaxHeldIds = 64;")
+    edits = [FEW_WARPS, ID_ROUNDS, size, *FOREIGN_IDS[:2]]
+    check(machine, tmp_path, layout_cases(), edits=edits, seeds=12)
+
+
 # --- dispatch --------------------------------------------------------------------
 
 

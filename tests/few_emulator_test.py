@@ -8,6 +8,7 @@ from emulator.build import Edit
 from emulator.cases import Case, random_ids, values
 from emulator_test import (  # noqa: F401
     FEW_WARPS,
+    FOREIGN_IDS,
     check,
     combine_cases,
     dispatch_cases,
@@ -60,6 +61,11 @@ def layout_cases() -> dict[str, Case]:
 
 def test_layout(machine, tmp_path):  # noqa: F811
     check(machine, tmp_path, layout_cases(), edits=SMALL)
+
+
+def test_ids_of_another_layout_are_masked(machine, tmp_path):  # noqa: F811
+    edits = [*SMALL, *FOREIGN_IDS]
+    check(machine, tmp_path, layout_cases(), edits=edits, seeds=12)
 
 
 FEW_DISPATCH = {

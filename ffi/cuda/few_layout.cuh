@@ -107,7 +107,9 @@ class FewLayout : public LayoutExchange {
     uint32_t pairs[kIdsPerWord / 2];
 #pragma unroll
     for (int i = 0; i < kIdsPerWord; ++i) {
-      const uint32_t id = ids[i] == kNoId ? kMasked : ids[i];
+      // A peer in another layout sends ids that index none of our counts.
+      const bool valid = ids[i] < static_cast<uint32_t>(num_experts_);
+      const uint32_t id = valid ? ids[i] : kMasked;
       pairs[i / 2] = i % 2 == 0 ? id : pairs[i / 2] | id << 16;
     }
     *reinterpret_cast<uint4*>(ids_ + source * padded_ids_ + word * kIdsPerWord) =

@@ -158,15 +158,17 @@ class LayoutExchange : public LayoutGrid {
       const int64_t mine = w + Lane();
       const ptx::Word128 word = AwaitWord(words + mine, stamp, mine < last, source);
       if (mine >= last) continue;
+      const int64_t index = mine * kIdsPerWord;
+      const int listed = static_cast<int>(Min(kIdsPerWord, params_.num_ids - index));
       int32_t values[kIdsPerWord];
 #pragma unroll
       for (int i = 0; i < kIdsPerWord; ++i) {
+        // A peer in another layout sends ids that index none of our counts.
         const uint32_t id = UnpackId(word, i);
-        values[i] = id == kNoId ? -1 : static_cast<int32_t>(id);
+        const bool valid = id < static_cast<uint32_t>(num_experts_) && i < listed;
+        values[i] = valid ? static_cast<int32_t>(id) : -1;
       }
-      const int64_t index = mine * kIdsPerWord;
       if (holds_) {
-        // The list's last word has no id past the list's end: OwnId.
         uint32_t pairs[kIdsPerWord / 2];
 #pragma unroll
         for (int i = 0; i < kIdsPerWord; ++i) {
