@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/cuda/agreement.h"
 #include "ffi/cuda/watcher.h"
 
 namespace jax_ep::cuda {
@@ -165,9 +166,38 @@ Status CheckGroup(const Nccl& nccl, ncclComm_t comm, int num_ranks, int* rank) {
   return Status();
 }
 
+// Allocates the workspace of a group's rank and clears it.
+Status Allocate(const Nccl& nccl, const Driver& driver, ncclComm_t comm,
+                const Hello& hello, size_t bytes, CUstream stream, void** memory) {
+  const ncclResult result = nccl.ncclMemAlloc(memory, bytes);
+  if (result != 0) {
+    return nccl.Failure(
+        Concat("ncclMemAlloc of ", bytes, " bytes"), result, comm,
+        "; a smaller XLA_PYTHON_CLIENT_MEM_FRACTION leaves less to XLA");
+  }
+  const CUresult prepared =
+      Prepare(driver, reinterpret_cast<CUdeviceptr>(*memory), hello, stream);
+  return prepared == 0 ? Status() : driver.Failure("clearing the workspace", prepared);
+}
+
+// Registers it, collectively, and finds every peer's.
+Status Register(const Nccl& nccl, const Driver& driver, ncclComm_t comm,
+                const Hello& hello, size_t bytes, CUstream stream, void* memory,
+                Workspace* workspace) {
+  ncclWindow_t window = nullptr;
+  ncclResult result =
+      nccl.ncclCommWindowRegister(comm, memory, bytes, &window, kWindowCollSymmetric);
+  result = AwaitCommunicator(nccl, comm, result);
+  if (result != 0) return nccl.Failure("ncclCommWindowRegister", result, comm);
+  Status status = PeerAddresses(nccl, driver, comm, window, workspace->num_ranks,
+                                workspace->rank, stream, workspace->peers.data());
+  if (status.ok()) status = CheckPeers(driver, hello, stream, workspace);
+  return status;
+}
+
 // `met` is set once other ranks may wait for this one, or may have seen it fail.
 Status Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
-            Workspace* workspace, bool* met) {
+            double timeout_s, Workspace* workspace, bool* met) {
   const int num_ranks = workspace->num_ranks;
   if (Status status = ReadDevice(driver, workspace); !status.ok()) return status;
   const Nccl* nccl = nullptr;
@@ -198,31 +228,19 @@ Status Make(const Driver& driver, ncclComm_t comm, const std::string& axis,
     return MakeErrorRecord(driver, axis, workspace);
   }
   *met = true;
+  Agreement agreement(*nccl, driver, comm, num_ranks, workspace->rank, stream.stream,
+                      timeout_s);
+  if (Status status = agreement.Open(); !status.ok()) return status;
   void* memory = nullptr;
-  ncclResult result = nccl->ncclMemAlloc(&memory, bytes);
-  if (result != 0) {
-    return nccl->Failure(
-        Concat("ncclMemAlloc of ", bytes, " bytes"), result, comm,
-        "; a smaller XLA_PYTHON_CLIENT_MEM_FRACTION leaves less to XLA");
-  }
-  CUresult prepared =
-      Prepare(driver, reinterpret_cast<CUdeviceptr>(memory), hello, stream.stream);
-  if (prepared != 0) return driver.Failure("clearing the workspace", prepared);
-  ncclWindow_t window = nullptr;
-  result =
-      nccl->ncclCommWindowRegister(comm, memory, bytes, &window, kWindowCollSymmetric);
-  result = AwaitCommunicator(*nccl, comm, result);
-  if (result != 0) return nccl->Failure("ncclCommWindowRegister", result, comm);
-  if (window == nullptr) {
-    return FailedPrecondition(
-        "NCCL has no symmetric memory between these devices (NCCL_CUMEM_ENABLE=0, "
-        "NCCL_WIN_ENABLE=0, or no peer access).");
-  }
-  Status status = PeerAddresses(*nccl, driver, comm, window, num_ranks, workspace->rank,
-                                stream.stream, workspace->peers.data());
-  if (status.ok()) status = CheckPeers(driver, hello, stream.stream, workspace);
+  Status status = Allocate(*nccl, driver, comm, hello, bytes, stream.stream, &memory);
+  // No rank waits in NCCL for one that has no memory.
+  status = agreement.Reach(1, status);
+  if (!status.ok()) return status;
+  status =
+      Register(*nccl, driver, comm, hello, bytes, stream.stream, memory, workspace);
   if (status.ok()) status = MakeErrorRecord(driver, axis, workspace);
-  return status;
+  // Nor in a kernel for one that launches none.
+  return agreement.Reach(2, status);
 }
 
 constexpr const char* kStampNames[kNumStamps] = {"began", "last_send", "last_arrival",
@@ -266,7 +284,8 @@ bool IsMapped(const Driver& driver, const Workspace& workspace) {
 }
 
 Status ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
-                       const std::string& axis, const Workspace** workspace) {
+                       const std::string& axis, double timeout_s,
+                       const Workspace** workspace) {
   Slots& slots = AllSlots();
   const Driver& driver = Driver::Get();
   if (!driver.status.ok()) return driver.status;
@@ -292,7 +311,7 @@ Status ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
   made->device = device;
   made->num_ranks = num_ranks;
   bool met = false;
-  Status status = Make(driver, comm, axis, made.get(), &met);
+  Status status = Make(driver, comm, axis, timeout_s, made.get(), &met);
   if (!status.ok()) {
     status = status.Within(Concat("no workspace for axis \"", axis, "\", rank ",
                                   made->rank, " of ", num_ranks, ", device ", device));

@@ -31,9 +31,11 @@ struct Workspace {
 
 // The workspace of `comm` (null for a group of one rank, which needs none) on the
 // device of `stream`, made if this is the first call. Every rank must call it, since
-// registering a window is collective. `axis` is for messages.
+// registering a window is collective; where one cannot make its own, all fail and say
+// which. `timeout_s` limits the waits for that, `axis` is for messages.
 Status ObtainWorkspace(ncclComm_t comm, CUstream stream, int num_ranks,
-                       const std::string& axis, const Workspace** workspace);
+                       const std::string& axis, double timeout_s,
+                       const Workspace** workspace);
 
 // Whether the communicator that `workspace` was made for still stands.
 bool IsMapped(const Driver& driver, const Workspace& workspace);

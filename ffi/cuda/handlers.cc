@@ -183,7 +183,7 @@ ffi::Error Initialize(CUstream stream, int32_t ordinal, ffi::Context context,
   }
   Status status =
       ObtainWorkspace(communicator, stream, static_cast<int>(state->config.num_ranks),
-                      state->config.axis, &ready.workspace);
+                      state->config.axis, state->config.timeout_s, &ready.workspace);
   if (status.ok()) status = Load<Stage>(*state, &ready);
   if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Call::kOp)));
   state->SetReady(ordinal, ready);

@@ -179,7 +179,7 @@ def workspace_bytes(num_ranks: int) -> int:
       4 MiB, and for each rank a range of the ring, of 30 MiB, and slots for few tokens,
       of twice 4.25 MiB; from R = 7 on less of the former, beyond 8 of both, so that it
       all stays at 256 MiB. It does not depend on tokens or widths. CPU devices have
-      none.
+      none. The pages by which ranks agree on it are 2 MiB more, with two ranks or more.
 
     Raises:
       ValueError: R out of range.

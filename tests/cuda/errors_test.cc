@@ -20,12 +20,10 @@ std::string FirstUse(int num_ranks, Collectives* collectives) {
   return error.empty() ? site.Initialize(context) : error;
 }
 
-// How the first use of an axis over two ranks fails on rank 0.
-std::string NoWorkspace(const std::string& reason) {
-  return "jax_ep.dispatch_layout: no workspace for axis \"expert\", rank 0 of 2, "
-         "device "
-         "0: " +
-         reason;
+// How the first use of an axis over two ranks fails on a rank.
+std::string NoWorkspace(const std::string& reason, int rank = 0) {
+  return Concat("jax_ep.dispatch_layout: no workspace for axis \"expert\", rank ", rank,
+                " of 2, device ", rank, ": ", reason);
 }
 
 // As the stand-in for NCCL that this test runs with says it.
@@ -112,31 +110,62 @@ TEST(no_symmetric_memory) {
                        "has no symmetric memory between these devices."));
 }
 
-TEST(swapped_peers) {
-  Open();
-  Standin<void(bool)>(nccl_library, "standin_swap_peers")(true);
-  Devices devices(Group(2));
+// How the first use of an axis over two ranks fails on each, where rank 0 cannot go on.
+void FailsEverywhere(Devices& devices, const std::string& reason, int windows) {
   CallSite site("jax_ep_layout", For("jax_ep_layout", 2));
   CHECK_EQ(site.Instantiate(), std::string());
-  const std::string abi = Concat("(kernel ABI ", kKernelAbi, ", 2 ranks)");
-  const std::string message =
-      NoWorkspace("expected the workspace of rank 0 " + abi + ", got rank 1 " + abi +
-                  "; all processes must run the same jax_ep.");
-  CHECK_EQ(devices.Run(site)[0], message);
   // Ranks that have met and failed do not try to meet again.
-  CHECK_EQ(devices.RunOn(site, 0, 2), message);
-  CHECK_EQ(Windows(), 2);
+  for (int run = 0; run < 2; ++run) {
+    const std::vector<std::string> said = devices.Run(site, run);
+    CHECK_EQ(said[0], NoWorkspace(reason, 0));
+    CHECK_EQ(said[1], NoWorkspace("rank 0 has none: " + reason, 1));
+  }
+  CHECK_EQ(Windows(), windows);
+}
+
+TEST(swapped_peers) {
+  Open();
+  // Those of the workspace, behind those of the pages.
+  Standin<void(int, size_t)>(nccl_library, "standin_swap_peers")(0, kMiB * 2);
+  Devices devices(Group(2));
+  const std::string abi = Concat("(kernel ABI ", kKernelAbi, ", 2 ranks)");
+  FailsEverywhere(devices,
+                  "expected the workspace of rank 0 " + abi + ", got rank 1 " + abi +
+                      "; all processes must run the same jax_ep.",
+                  4);
+}
+
+TEST(swapped_pages) {
+  Open();
+  Standin<void(int, size_t)>(nccl_library, "standin_swap_peers")(0, 0);
+  Devices devices(Group(2));
+  FailsEverywhere(devices, "expected the page of rank 0, got that of rank 1.", 2);
 }
 
 TEST(out_of_memory) {
   Open();
   Standin<void(int)>(nccl_library, "standin_fail_alloc")(0);
-  Collectives collectives(Group(2)[0]);
-  CHECK_EQ(FirstUse(2, &collectives),
-           NoWorkspace(Concat("ncclMemAlloc of ", WorkspaceBytes(2) + 4096,
-                              " bytes: stand-in error ", NcclVersion(),
-                              "; a smaller XLA_PYTHON_CLIENT_MEM_FRACTION leaves less "
-                              "to XLA.")));
+  Devices devices(Group(2));
+  FailsEverywhere(devices,
+                  Concat("ncclMemAlloc of ", WorkspaceBytes(2) + 4096,
+                         " bytes: stand-in error ", NcclVersion(),
+                         "; a smaller XLA_PYTHON_CLIENT_MEM_FRACTION leaves less "
+                         "to XLA."),
+                  2);
+}
+
+// The rank that gives up first is the one that waited, and says so to the other.
+TEST(a_rank_takes_too_long) {
+  Open();
+  Standin<void(int, int)>(nccl_library, "standin_slow_alloc")(1, 600);
+  Devices devices(Group(2));
+  CallSite site("jax_ep_layout",
+                std::move(For("jax_ep_layout", 2).Float("timeout_s", 0.25)));
+  CHECK_EQ(site.Instantiate(), std::string());
+  const std::string late = "rank 1 did not say within 0.25 s whether it has one.";
+  const std::vector<std::string> said = devices.Run(site);
+  CHECK_EQ(said[0], NoWorkspace(late, 0));
+  CHECK_EQ(said[1], NoWorkspace("rank 0 has none: " + late, 1));
 }
 
 TEST(out_of_memory_with_one_rank) {

@@ -25,8 +25,8 @@ TEST(launches) {
     for (int run = 0; run < 3; ++run) AllFine(devices.Run(site, run));
     CheckPeersMeet(devices);
   }
-  // One window per rank, one image per process, one function per kernel and device.
-  CHECK_EQ(Windows(), kRanks);
+  // Two windows per rank, one image per process, one function per kernel and device.
+  CHECK_EQ(Windows(), 2 * kRanks);
   CHECK_EQ(Counts().libraries, 1);
   CHECK_EQ(Counts().functions, 3 * kRanks);
   CHECK_EQ(Counts().launches, 3 * 3 * kRanks);
@@ -95,7 +95,7 @@ TEST(several_groups) {
   CheckPeersMeet(low);
   CheckPeersMeet(high);
   CheckPeersMeet(all);
-  CHECK_EQ(Windows(), 8);
+  CHECK_EQ(Windows(), 2 * 8);
   std::set<const void*> workspaces;
   for (const Devices* devices : {&low, &high, &all}) {
     for (CUstream stream : devices->stream) {
@@ -124,7 +124,7 @@ TEST(second_group) {
   Devices devices(again);
   AllFine(devices.Run(site, 2));
   CheckPeersMeet(devices);
-  CHECK_EQ(Windows(), 4);
+  CHECK_EQ(Windows(), 2 * 4);
 }
 
 // A driver that does not know the range of a window must not make it look lost.
@@ -136,7 +136,7 @@ TEST(unknown_range) {
   CallSite site("jax_ep_layout", For("jax_ep_layout", 2));
   CHECK_EQ(site.Instantiate(), std::string());
   for (int run = 0; run < 3; ++run) AllFine(devices.Run(site, run));
-  CHECK_EQ(Windows(), 2);
+  CHECK_EQ(Windows(), 2 * 2);
 }
 
 TEST(concurrent) {
@@ -157,7 +157,7 @@ TEST(concurrent) {
     }
     return std::string();
   }));
-  CHECK_EQ(Windows(), 2);
+  CHECK_EQ(Windows(), 2 * 2);
   CHECK_EQ(Counts().functions, 4);
   CHECK_EQ(Counts().launches, 2 * kSites * kRuns);
 }

@@ -30,8 +30,11 @@ StandinCounts standin_counts();
 // after another was destroyed lives at the same addresses.
 void standin_group(int num_ranks, int pool, jax_ep::cuda::ncclComm_t* communicators);
 void standin_destroy(jax_ep::cuda::ncclComm_t communicator);  // of a whole group
-void standin_swap_peers(bool swap);  // peers 0 and 1 are seen in each other's place
-void standin_fail_alloc(int rank);   // ncclMemAlloc fails for it; -1 for none
+// A rank sees 0 and 1 in each other's place in windows of more bytes; its ncclMemAlloc
+// of a workspace fails, or takes so long. -1 for none.
+void standin_swap_peers(int rank, size_t above);
+void standin_fail_alloc(int rank);
+void standin_slow_alloc(int rank, int ms);
 int standin_registrations();
 }
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "tests/cuda/standin.h"
 
@@ -19,7 +20,7 @@ using namespace jax_ep::cuda;
 namespace {
 
 constexpr int kMaxRanks = 8, kNumPools = 4;
-constexpr size_t kStride = size_t{1} << 32;
+constexpr size_t kStride = size_t{1} << 32, kLeastBytes = size_t{2} << 20;
 constexpr ncclResult kUnhandledCudaError = 1, kInvalidArgument = 4;
 
 struct Memory {
@@ -38,8 +39,10 @@ struct Group {
 
 std::mutex mutex;
 std::map<void*, Memory> allocated;
-bool swap_peers = false;
+int swapping_rank = -1;
+size_t swapping_above = 0;
 int failing_rank = -1;
+int slow_rank = -1, slow_ms = 0;
 int registrations = 0;
 thread_local int next_rank = -1;  // of the communicator asked about last, see MemAlloc
 
@@ -54,8 +57,7 @@ Fn* Cuda(const char* name) {
 struct ncclComm {
   Group* group;
   int rank;
-  char* flat;  // reserved for all ranks' windows
-  ncclWindow_t window;
+  std::vector<char*> flats;  // each reserved for all ranks' memories of one window
 };
 
 // The device-side window of 2.28.
@@ -103,7 +105,9 @@ NcclTeam ncclTeamLsa(ncclComm_t comm) {
 }
 
 ncclResult ncclMemAlloc(void** pointer, size_t bytes) {
-  if (next_rank == failing_rank && failing_rank >= 0) return kUnhandledCudaError;
+  // What is small still fits.
+  if (bytes > kLeastBytes && next_rank == failing_rank) return kUnhandledCudaError;
+  if (bytes > kLeastBytes && next_rank == slow_rank) usleep(1000 * slow_ms);
   Memory memory{memfd_create("standin", 0), bytes};
   if (ftruncate(memory.file, bytes) != 0) return kUnhandledCudaError;
   *pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.file, 0);
@@ -138,20 +142,20 @@ ncclResult ncclCommWindowRegister(ncclComm_t comm, void* pointer, size_t bytes,
     group.all_here.wait(lock, [&] { return group.round != round; });
   }
   auto* map = Cuda<void(void*, size_t)>("standin_map");
-  comm->flat =
+  auto* flat =
       static_cast<char*>(mmap(nullptr, kStride * group.num_ranks, PROT_NONE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  const bool swaps = comm->rank == swapping_rank && bytes > swapping_above;
   for (int r = 0; r < group.num_ranks; ++r) {
-    const int seen = swap_peers && r < 2 ? 1 - r : r;
-    void* at = mmap(comm->flat + kStride * r, bytes, PROT_READ | PROT_WRITE,
+    const int seen = swaps && r < 2 ? 1 - r : r;
+    void* at = mmap(flat + kStride * r, bytes, PROT_READ | PROT_WRITE,
                     MAP_SHARED | MAP_FIXED, group.memories[seen].file, 0);
     if (at == MAP_FAILED) return kUnhandledCudaError;
     map(at, bytes);
   }
-  comm->window =
-      new ncclWindow_vidmem{nullptr, comm->flat, comm->rank, comm->rank, 1, 0};
-  map(comm->window, sizeof(ncclWindow_vidmem));
-  *window = comm->window;
+  comm->flats.push_back(flat);
+  *window = new ncclWindow_vidmem{nullptr, flat, comm->rank, comm->rank, 1, 0};
+  map(*window, sizeof(ncclWindow_vidmem));
   return 0;
 }
 
@@ -166,7 +170,7 @@ ncclResult ncclGetLsaDevicePointer(ncclWindow_t window, size_t offset, int rank,
 void standin_group(int num_ranks, int pool, ncclComm_t* communicators) {
   groups[pool].num_ranks = num_ranks;
   for (int r = 0; r < num_ranks; ++r) {
-    pools[pool][r] = {&groups[pool], r, nullptr, nullptr};
+    pools[pool][r] = {&groups[pool], r, {}};
     communicators[r] = &pools[pool][r];
   }
 }
@@ -176,16 +180,23 @@ void standin_destroy(ncclComm_t comm) {
   Group& group = *comm->group;
   for (int r = 0; r < group.num_ranks; ++r) {
     ncclComm& member = comm[r - comm->rank];
-    for (int peer = 0; member.flat != nullptr && peer < group.num_ranks; ++peer) {
-      unmap(member.flat + kStride * peer);
+    for (char* flat : member.flats) {
+      for (int peer = 0; peer < group.num_ranks; ++peer) unmap(flat + kStride * peer);
+      munmap(flat, kStride * group.num_ranks);
     }
-    if (member.flat != nullptr) munmap(member.flat, kStride * group.num_ranks);
-    member.flat = nullptr;
+    member.flats.clear();
   }
 }
 
-void standin_swap_peers(bool swap) { swap_peers = swap; }
+void standin_swap_peers(int rank, size_t above) {
+  swapping_rank = rank;
+  swapping_above = above;
+}
 void standin_fail_alloc(int rank) { failing_rank = rank; }
+void standin_slow_alloc(int rank, int ms) {
+  slow_rank = rank;
+  slow_ms = ms;
+}
 int standin_registrations() {
   std::lock_guard<std::mutex> lock(mutex);
   return registrations;
