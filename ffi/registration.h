@@ -10,7 +10,7 @@ namespace jax_ep {
 // with kKernelAbi (cuda/workspace.h), since a program carries its kernels. Python puts
 // the number of the module it finds into every call, so a program from a cache or an
 // export that was made for another version is refused with a message.
-inline constexpr int kAbiVersion = 4;
+inline constexpr int kAbiVersion = 5;
 
 struct Registration {
   const char* target;  // jax_ep_dispatch

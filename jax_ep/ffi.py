@@ -9,7 +9,9 @@ program must not see, or every result would vary over every mesh axis).
 
 import dataclasses
 import functools
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -284,17 +286,62 @@ def _lower_cuda(ctx, *operands, target, reference_stage, call, **params):
             f"ranks, and our kernels take at most {MAX_RANKS} (one NVLink domain); "
             "implementation='xla' runs with more."
         )
+    _refuse_streams(ctx)
     from jax_ep import kernels  # Needs cuda-python, which CPU users lack.
 
     return _lower_custom_call(
-        ctx, *operands, target=target, more_attributes=kernels.attributes, **params
+        ctx,
+        *operands,
+        target=target,
+        more_attributes=kernels.attributes,
+        call_site=_call_site(ctx),
+        **params,
     )
+
+
+def _refuse_streams(ctx) -> None:
+    """Raises where JAX asks XLA to run the call on another stream than its own."""
+    context = ctx.jaxpr_eqn_ctx
+    if context is None:
+        return
+    asked = {"compute_on": context.compute_type}
+    for name, value in (context.xla_metadata or {}).items():
+        if name == "_xla_stream_annotation":
+            asked["set_xla_metadata"] = f"{name}={value}"
+    for name, value in asked.items():
+        if isinstance(value, str) and "stream" in value:
+            raise ValueError(
+                f"jax_ep: {name} (={value!r}) must not hold calls of jax_ep: XLA's "
+                "graphs lose the order between streams, and all ranks must make their "
+                "calls in one order."
+            )
+
+
+_num_sites: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _call_site(ctx) -> str:
+    """A call's module and its number there, by which ranks know that they are in one.
+
+    Without the module's name, two programs that run in another order would look alike.
+    """
+    module = ctx.module_context.module
+    number = _num_sites[module] = _num_sites.get(module, 0) + 1
+    return f"{module.operation.attributes['sym_name'].value} {number}"
 
 
 def _one_after_another(primitive, operands, dims, **params):
     """vmap: the batch's calls in sequence, since each is an exchange of its own."""
     results = in_sequence(primitive, operands, dims, **params)
     return results, [0] * len(results)
+
+
+_numbers = itertools.count()
+
+
+def _without_number(rule, ctx, *operands, number, **params):
+    del number  # Tells equal calls apart.
+    return rule(ctx, *operands, **params)
 
 
 _RESULT_TYPES: dict[Primitive, Callable[..., Any]] = {}
@@ -314,11 +361,32 @@ def _primitive(target: str, result_types, reference_stage) -> Primitive:
     batching.primitive_batchers[primitive] = functools.partial(
         _one_after_another, primitive
     )
-    for rule, platform in ((_lower_cpu, "cpu"), (_lower_cuda, "cuda")):
+    rules = dict(cpu=_lower_cpu, cuda=_lower_cuda)
+    for platform, rule in rules.items():
         rule = functools.partial(rule, target=target, reference_stage=reference_stage)
-        mlir.register_lowering(primitive, rule, platform=platform)
-    rule = functools.partial(_lower_reference, reference_stage=reference_stage)
-    mlir.register_lowering(primitive, rule)
+        rules[platform] = rule
+    otherwise = functools.partial(_lower_reference, reference_stage=reference_stage)
+
+    # JAX lowers equal calls once, and they would have one site; and what it may not
+    # lower once it lowers for one platform only (0.12.0). So this one is what a call
+    # for several is lowered by, each by another of it.
+    numbered = Primitive(target)
+    numbered.multiple_results = True
+    numbered.def_abstract_eval(
+        lambda *avals, number, **params: abstract_results(*avals, **params)
+    )
+    for platform, rule in {**rules, None: otherwise}.items():
+        rule = functools.partial(_without_number, rule)
+        mlir.register_lowering(numbered, rule, platform=platform)
+
+    def lower(ctx, *operands, **params):
+        platforms = ctx.platforms or ctx.module_context.platforms
+        if len(platforms) == 1:
+            return rules.get(platforms[0], otherwise)(ctx, *operands, **params)
+        bind = functools.partial(numbered.bind, number=next(_numbers), **params)
+        return mlir.lower_fun(bind, multiple_results=True)(ctx, *operands)
+
+    mlir.register_lowering(primitive, lower, cacheable=False)
     return primitive
 
 

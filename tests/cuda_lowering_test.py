@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -111,6 +113,45 @@ def test_the_three_calls_carry_their_kernels():
     assert f"{2 * HIDDEN}" in dispatch["leaf_bytes"]
     assert combine["has_bias"] == "true" and combine["has_row_values"] == "false"
     assert f"{HIDDEN}" in combine["leaf_widths"] and "1" in combine["leaf_dtypes"]
+
+
+def test_every_call_has_a_site_of_its_own():
+    """Equal calls too, which JAX else lowers once."""
+
+    def twice(ids, x, weights, bias):
+        return [pipeline(ids, x, weights, bias), pipeline(ids, x, weights, bias)]
+
+    mesh = mesh_of(jax.devices()[:2], expert=2)
+    for _ in range(2):  # Numbers begin anew in each module.
+        found = calls(lowered(twice, mesh))
+        sites = [attributes["call_site"] for _, attributes in found]
+        assert sites == [f'"jit_call {number}"' for number in range(1, 7)]
+
+
+def test_streams_of_xla_are_refused():
+    mesh = mesh_of(jax.devices()[:2], expert=2)
+    rule = (
+        " must not hold calls of jax_ep: XLA's graphs lose the order between streams, "
+        "and all ranks must make their calls in one order."
+    )
+
+    def message(function):
+        with pytest.raises(ValueError) as raised:
+            lowered(function, mesh)
+        return str(raised.value)
+
+    def annotated(*arrays):
+        with set_xla_metadata(_xla_stream_annotation=1):
+            return pipeline(*arrays)
+
+    asked = "set_xla_metadata (='_xla_stream_annotation=1')"
+    assert message(annotated) == f"jax_ep: {asked}{rule}"
+    on_stream = getattr(compute_on, "compute_on2", compute_on.compute_on)(
+        pipeline,
+        compute_type="gpu_stream:1",
+        out_memory_spaces=jax.memory.Space.Device,
+    )
+    assert message(on_stream) == f"jax_ep: compute_on (='gpu_stream:1'){rule}"
 
 
 def test_groups_list_mesh_positions_in_rank_order():

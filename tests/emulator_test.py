@@ -72,6 +72,12 @@ def check(*args, **kwargs):
     assert done.returncode == 0, done.stdout
 
 
+def error_records(done) -> np.ndarray:
+    """`[n, 5]`: reading rank, phase, rank that gave up, peer, rank furthest behind."""
+    record = r"rank (\d): phase (\d+) rank (\d) peer (-?\d) behind (-?\d)\n"
+    return np.array(re.findall(record, done.stdout), int)
+
+
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
@@ -413,14 +419,13 @@ def test_a_missing_rank_is_named_and_outputs_are_poisoned(machine, tmp_path, sta
     }
     done = run(machine, tmp_path, cases, macros=SMALL_RING, seeds=12)
     assert done.returncode == 0, done.stdout
-    found = re.findall(r"rank (\d): phase (\d+) rank (\d) peer (-?\d)\n", done.stdout)
-    records = np.array(found, int)
+    records = error_records(done)
     phase = {"layout": LAYOUT_IDS, "dispatch": DISPATCH_ROWS, "combine": COMBINE_ROWS}
     # A record each on ranks 0 and 2, which one of them wrote.
     assert len(records) == 2 * (6 + 12)
     assert set(records[:, 0]) == set(records[:, 2]) == {0, 2}
     # Waits for credit, whose peer may wait itself, give up later.
-    assert set(records[:, 3]) == {1}
+    assert set(records[:, 3]) == set(records[:, 4]) == {1}
     assert set(records[:, 1]) == {phase[stage]}
 
 

@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 from emulator.build import Edit
 from emulator.cases import Case, random_ids, values
@@ -12,6 +11,7 @@ from emulator_test import (  # noqa: F401
     check,
     combine_cases,
     dispatch_cases,
+    error_records,
     machine,
     pytestmark,
     rng,
@@ -188,8 +188,7 @@ def test_a_missing_rank_is_named(machine, tmp_path, stage, phases):  # noqa: F81
     cases = {"first": stalled(stage, False), "later": stalled(stage, True)}
     done = run(machine, tmp_path, cases, edits=SMALL, seeds=12)
     assert done.returncode == 0, done.stdout
-    found = re.findall(r"rank (\d): phase (\d+) rank (\d) peer (-?\d)\n", done.stdout)
-    records = np.array(found, int)
+    records = error_records(done)
     # A record each on ranks 0 and 2 (in half of the seeds, waits of the first case may
     # end at any time), which one of them wrote.
     assert len(records) == 2 * (6 + 12)

@@ -161,7 +161,8 @@ def check_message(text: str, phase: str, late: int) -> None:
     """Who waited for whom, where, and what for."""
     assert re.search(
         r'jax_ep: rank \d+ of the \d+ ranks of axis "expert" gave up after '
-        rf"{gpu_launch.TIMEOUT_S:.0f}\.\d s waiting for rank {late}; phase: {phase}"
+        rf"{gpu_launch.TIMEOUT_S:.0f}\.\d s waiting for rank {late}, "
+        rf"which has not begun this call; phase: {phase}"
         r".*; expected: \d+; seen: \d+",
         text,
     ), text

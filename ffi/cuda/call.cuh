@@ -28,6 +28,7 @@ __device__ __forceinline__ int Lane() { return threadIdx.x & 31; }
 struct CallState {
   uint64_t begun;    // barrier that completes when BeginCall has written the rest
   uint64_t number;   // of this call, or of the last id round before this call
+  uint64_t word;     // the call's (kBegunOffset)
   uint32_t failed;   // 1 once this block stopped waiting
   uint32_t entered;  // 0 if another call was running here
   uint32_t last;     // in the block that leaves last 1, or 2 if one before it failed
@@ -65,12 +66,35 @@ __device__ inline void WriteHostRecord(ErrorRecord* host, const ErrorRecord& rec
   out->rank = record.rank;
   out->peer = record.peer;
   out->channel = record.channel;
+  out->behind = record.behind;
   out->expected = record.expected;
   out->seen = record.seen;
   out->call = record.call;
   out->waited_ns = record.waited_ns;
   // Pairs with the host's acquire of `written`.
   ptx::StoreReleaseSystem(&host->written, 1u);
+}
+
+// The call that a rank has begun, as this rank was told.
+__device__ __forceinline__ uint64_t BegunBy(const CommonParams* common, int rank) {
+  return ptx::LoadRelaxedSystem(Word(common->peers[common->rank], kBegunOffset, rank));
+}
+
+// The rank that has begun the fewest calls, if any has begun fewer than this one, and
+// `peer` rather than another. One that waits inside this call is none.
+__device__ inline int FurthestBehind(const CommonParams* common, const CallState* state,
+                                     int peer) {
+  uint64_t least = CallOf(state->word);
+  int behind = -1;
+  for (int i = peer < 0 ? 0 : -1; i < common->num_ranks; ++i) {
+    const int rank = i < 0 ? peer : i;
+    if (rank == common->rank || i == peer) continue;
+    const uint64_t call = CallOf(BegunBy(common, rank));
+    if (call >= least) continue;
+    least = call;
+    behind = rank;
+  }
+  return behind;
 }
 
 // Records why this thread gave up, unless another one was faster, and tells all
@@ -86,6 +110,8 @@ __device__ __noinline__ void GiveUp(const CommonParams* common, CallState* state
     record.rank = common->rank;
     record.peer = peer;
     record.channel = channel;
+    // Those without a wait have their reason.
+    record.behind = waited_ns > 0 ? FurthestBehind(common, state, peer) : -1;
     record.expected = expected;
     record.seen = seen;
     record.call = state->number;
@@ -117,9 +143,32 @@ __device__ __noinline__ bool CheckAbort(const CommonParams* common, CallState* s
   return true;
 }
 
-// What a wait may last longer when it is for somebody who may wait himself: he must
-// give up first, since he can name the rank that is missing.
+// Fails this block if a rank has given up or, if `sites`, is in this call at another
+// site.
+__device__ __noinline__ bool CheckPeers(const CommonParams* common, CallState* state,
+                                        bool sites) {
+  if (CheckAbort(common, state)) return true;
+  for (int rank = 0; sites && rank < common->num_ranks; ++rank) {
+    if (rank == common->rank) continue;
+    const uint64_t word = BegunBy(common, rank);
+    if (CallOf(word) != CallOf(state->word) || word == state->word) continue;
+    GiveUp(common, state, kPhaseSite, rank, -1, state->word, word, 0);
+    return true;
+  }
+  return false;
+}
+
+// After so long a wait looks whether the peers are in the same call.
+constexpr uint64_t kSitesNs = 1'000'000;
+
+// What a wait may last longer when it is for somebody who may wait himself, or when a
+// wait for data says more.
 constexpr uint64_t kIndirectGraceNs = 500'000'000;
+__device__ __forceinline__ bool IsIndirect(Phase phase) {
+  return phase == kPhaseDispatchCredit || phase == kPhaseCombineCredit ||
+         phase == kPhaseLayoutPeer || phase == kPhaseDispatchPeer ||
+         phase == kPhaseCombinePeer;
+}
 
 // Counts a wait's rounds and looks at the clock and the abort word in some of them.
 class Patience {
@@ -139,10 +188,11 @@ class Patience {
 
  private:
   __device__ __forceinline__ bool Look(const CommonParams* common, CallState* state) {
-    if (Failed(state) || CheckAbort(common, state)) return true;
+    if (Failed(state)) return true;
     const uint64_t now = ptx::Nanoseconds();
     if (start_ == 0) start_ = now;
     waited_ = now - start_;
+    if (CheckPeers(common, state, waited_ > kSitesNs)) return true;
     overdue_ = waited_ > common->timeout_ns + grace_;
     return overdue_;
   }
@@ -163,8 +213,7 @@ __device__ __noinline__ uint64_t AwaitAtLeast(const CommonParams* common,
                                               uint64_t expected, bool needs) {
   uint64_t seen = 0;
   if (__any_sync(kAllLanes, Failed(state))) return seen;
-  const bool is_credit = phase == kPhaseDispatchCredit || phase == kPhaseCombineCredit;
-  Patience patience(is_credit ? kIndirectGraceNs : 0);
+  Patience patience(IsIndirect(phase) ? kIndirectGraceNs : 0);
   while (true) {
     if (needs) {
       // Pairs with the release that the caller names.
@@ -219,6 +268,8 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
                                     : control->id_rounds;
   } else if (Lane() == 2) {
     word = ptx::LoadRelaxedSystem(&control->abort);
+  } else if (Lane() == 4) {
+    word = control->calls + 1;
   } else if (Lane() == 3) {
     word = common.rank_operand != nullptr ? common.rank_operand[0] : common.rank;
   }
@@ -226,11 +277,13 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
   const uint64_t number = __shfl_sync(kAllLanes, word, 1);
   const uint64_t abort = __shfl_sync(kAllLanes, word, 2);
   const int rank = static_cast<int>(__shfl_sync(kAllLanes, word, 3));
+  const uint64_t call = __shfl_sync(kAllLanes, word, 4);
   if (Lane() == 0) {
     state->failed = 0;
     state->last = 0;
     state->entered = other == 0 || other == signature;
     state->number = number;
+    state->word = call << kSiteBits | common.site;
     if (abort != 0) {
       CheckAbort(&common, state);
     } else if (!state->entered) {
@@ -241,6 +294,43 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
     ptx::BarrierArrive(&state->begun);
   }
   __syncwarp();
+}
+
+// Tells all ranks which call this one has begun; the warp that began it, in one block.
+// With `ordered`, that our kernel before this one has ended too.
+__device__ __forceinline__ void TellPeers(const CommonParams& common, CallState* state,
+                                          bool ordered) {
+#pragma unroll 1
+  for (int rank = Lane(); rank < common.num_ranks; rank += 32) {
+    if (rank == common.rank || Failed(state)) continue;
+    uint64_t* word = Word(common.peers[rank], kBegunOffset, common.rank);
+    if (ordered) {
+      // Pairs with the acquire in AwaitPeers.
+      ptx::StoreReleaseSystem(word, state->word);
+    } else {
+      ptx::StoreRelaxedSystem(word, state->word);
+    }
+  }
+}
+
+// Waits until all ranks have begun the call, and compares their sites; a warp of the
+// same block, when it has done its share. A rank that is further has seen ours, and
+// found it to be its own.
+__device__ __forceinline__ void AwaitPeers(const CommonParams& common, CallState* state,
+                                           Phase phase) {
+  const uint64_t least = CallOf(state->word) << kSiteBits;
+#pragma unroll 1
+  for (int first = 0; first < common.num_ranks; first += 32) {
+    const int rank = first + Lane();
+    const bool is_peer = rank < common.num_ranks && rank != common.rank;
+    // Pairs with the release in TellPeers, where it is one.
+    const uint64_t word = AwaitAtLeast(
+        &common, state, phase, rank, -1,
+        Word(common.peers[common.rank], kBegunOffset, rank), least, is_peer);
+    if (is_peer && CallOf(word) == CallOf(state->word) && word != state->word) {
+      GiveUp(&common, state, kPhaseSite, rank, -1, state->word, word, 0);
+    }
+  }
 }
 
 // Waits for what BeginCall wrote to `state`; for any thread that looks at it, having
@@ -311,6 +401,7 @@ __device__ __forceinline__ void EndCall(const CommonParams& common, CallState* s
     control->invalid_ids = 0;
     control->zero_chunks = 0;
     control->token_chunks = 0;
+    control->calls = CallOf(state->word);
     control->busy = 0;
   }
 }

@@ -48,11 +48,15 @@ class Combine {
     ptx::BarrierInitFence();
     __syncthreads();
     const int warp = threadIdx.x / 32;
-    if (warp == 0) BeginCall(common, signature, CallKind::kRing, state);
+    if (warp == 0) {
+      BeginCall(common, signature, CallKind::kRing, state);
+      if (channel == 0) TellPeers(common, state, false);
+    }
     if (channel >= ring.channels || (warp >= senders && warp < kSenderWarps)) {
       // Nothing to do.
     } else if (warp < kSenderWarps) {
       CombineSend<Config>::SendSums(params, state, channel, ring, parts, warp, senders);
+      if (warp == 0 && channel == 0) AwaitPeers(common, state, kPhaseCombinePeer);
     } else if (warp == kSenderWarps) {
       CombineSend<Config>::LoadRows(params, channel, ring, parts);
     } else if (warp == kSenderWarps + 1) {

@@ -54,6 +54,7 @@ class Dispatch {
     __syncthreads();
     if (warp == 2 * kShape.channels) {
       BeginCall(common, signature, CallKind::kRing, state);
+      if (blockIdx.x == 0) TellPeers(common, state, false);
       DispatchZeros<Config>::ZeroGaps(params, state, shared, roles_done);
     } else {
       if (channel >= ring.channels) {
@@ -61,6 +62,7 @@ class Dispatch {
       } else if ((warp & 1) == 0) {
         DispatchSend<Config>::Send(params, state, channel, ring,
                                    Channel::SenderShared(shared, warp >> 1));
+        if (channel == 0) AwaitPeers(common, state, kPhaseDispatchPeer);
       } else {
         DispatchReceive<Config>::Receive(params, state, channel, ring,
                                          Channel::ReceiverShared(shared, warp >> 1));

@@ -72,11 +72,11 @@ class FewCombine {
     const bool keeps = warp == kFewCombineWarps - 1;
     if (keeps) {
       BeginCall(common, signature, CallKind::kFew, state);
-      if (blockIdx.x == 0) TellPeers<kRanks>(common, state);
+      if (blockIdx.x == 0) TellPeers(common, state, true);
     }
     MoveTiles(params, state, warp);
     if (keeps && blockIdx.x == 0) {
-      AwaitPeers<kRanks>(common, state, kPhaseFewCombinePeer);
+      AwaitPeers(common, state, kPhaseCombinePeer);
     }
     EndCall(
         common, state,

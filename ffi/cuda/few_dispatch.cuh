@@ -44,12 +44,12 @@ class FewDispatch {
     const bool keeps = warp == kFewDispatchWarps - 1;
     if (keeps) {
       BeginCall(common, signature, CallKind::kFew, state);
-      if (blockIdx.x == 0) TellPeers<kRanks>(common, state);
+      if (blockIdx.x == 0) TellPeers(common, state, true);
     }
     MoveTiles(params, state, warp);
     if (keeps) {
       ZeroGaps(params);
-      if (blockIdx.x == 0) AwaitPeers<kRanks>(common, state, kPhaseFewDispatchPeer);
+      if (blockIdx.x == 0) AwaitPeers(common, state, kPhaseDispatchPeer);
     }
     EndCall(
         common, state,

@@ -70,6 +70,7 @@ class FewLayout : public LayoutExchange {
     // The last warp is the first without words to send.
     if (threadIdx.x / 32 == kFewLayoutWarps - 1) {
       BeginCall(params.common, signature, CallKind::kIdRounds, state);
+      TellPeers(params.common, state, false);
     }
     layout.SendOwn(invalid);
     if (Lane() == 0) NoteStamp(state, kStampLastSend);
@@ -84,6 +85,10 @@ class FewLayout : public LayoutExchange {
     __syncthreads();
     if (threadIdx.x == 0) NoteStamp(state, kStampPlanned);
     layout.Place();
+    // It began the call, and mostly has the least to place.
+    if (threadIdx.x / 32 == kFewLayoutWarps - 1) {
+      AwaitPeers(params.common, state, kPhaseLayoutPeer);
+    }
     EndCall(
         params.common, state,
         [&](int part, int parts) { PoisonLayout(params, part, parts); },

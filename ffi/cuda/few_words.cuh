@@ -8,9 +8,8 @@
 // data is its own flag.
 //
 // Halves of the slots are used in turn. A half is written again two calls later. Its
-// writer has then ended the call between, in which it saw this rank's flag, and this
-// rank sends that when its kernel of the call before has ended. Therefore every rank
-// sends a flag to every rank in every call, also without rows.
+// writer has then ended the call between, in which it saw that this rank had begun it
+// (AwaitPeers), and this rank says so when its kernel of the call before has ended.
 //
 // An epoch comes again after 65535 calls. Until then the last block of each call has
 // cleared, a piece at a time, every slot that nobody has written since.
@@ -149,34 +148,8 @@ __device__ __forceinline__ void AwaitWords(const CommonParams& common, CallState
   }
 }
 
-// Tells all ranks that this one has begun the call; a warp of one block.
-template <int kRanks>
-__device__ __forceinline__ void TellPeers(const CommonParams& common,
-                                          CallState* state) {
-  for (int rank = Lane(); rank < kRanks; rank += 32) {
-    if (rank == common.rank || Failed(state)) continue;
-    // Pairs with the acquire in AwaitPeers: our kernel before this one has ended.
-    ptx::StoreReleaseSystem(Word(common.peers[rank], kFewFlagsOffset, common.rank),
-                            state->number);
-  }
-}
-
-// Waits until all ranks have begun the call; the same warp, when it has done its share.
-template <int kRanks>
-__device__ __forceinline__ void AwaitPeers(const CommonParams& common, CallState* state,
-                                           Phase phase) {
-#pragma unroll
-  for (int i = 0; i < (kRanks + 31) / 32; ++i) {
-    const int rank = Lane() + 32 * i;
-    // Pairs with the release in TellPeers.
-    AwaitAtLeast(&common, state, phase, rank, -1,
-                 Word(common.peers[common.rank], kFewFlagsOffset, rank), state->number,
-                 rank < kRanks && rank != common.rank);
-  }
-}
-
 // Clears a piece of the half that this call used and counts the call; threads of the
-// last block. Nobody writes there before our flag of the next call.
+// last block. Nobody writes there before he sees that we begin the next call.
 template <int kRanks>
 __device__ __forceinline__ void FinishFewCall(const CommonParams& common,
                                               const CallState* state) {

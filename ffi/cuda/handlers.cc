@@ -4,6 +4,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -69,6 +70,7 @@ ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary dictionary)
   Attributes attrs(dictionary);
   Status status = ReadConfig<typename Stage::Call>(attrs, state->config);
   state->sizes.few = attrs.Get<bool>("few");
+  state->call_site = attrs.Get<std::string_view>("call_site");
   if (status.ok()) status = attrs.status();
   if (status.ok()) status = Stage::Read(attrs, *state);
   if (status.ok()) status = ReadImages(attrs, *state);
@@ -215,6 +217,7 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
     common.peers[r] = reinterpret_cast<uint8_t*>(workspace.peers[r]);
   }
   common.error = reinterpret_cast<ErrorRecord*>(workspace.error_record);
+  common.site = state->SiteOf(Stage::Call::kOp, call);
   common.timeout_ns = static_cast<uint64_t>(state->config.timeout_s * 1e9);
   common.rank = workspace.rank;
   common.num_ranks = workspace.num_ranks;

@@ -35,6 +35,7 @@ class Layout : public LayoutPlace {
     __syncthreads();
     if (threadIdx.x < 32) {
       BeginCall(params.common, signature, CallKind::kIdRounds, state);
+      if (blockIdx.x == 0) TellPeers(params.common, state, false);
     }
     AwaitBegin(state);
     const int rounds = layout.Exchange();
@@ -46,6 +47,10 @@ class Layout : public LayoutPlace {
     }
     layout.ArriveAtGrid();
     if (layout.HasOneTile()) layout.AddEarlierTiles(blockIdx.x);
+    // While other blocks plan.
+    if (blockIdx.x == 0 && threadIdx.x / 32 == kLayoutWarps - 1) {
+      AwaitPeers(params.common, state, kPhaseLayoutPeer);
+    }
     layout.AwaitGrid();
     if (threadIdx.x == 0) NoteStamp(state, kStampPlanned);
     layout.Place();

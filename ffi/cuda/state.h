@@ -9,13 +9,16 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "ffi/attributes.h"
+#include "ffi/calls.h"
 #include "ffi/cuda/communicator.h"
 #include "ffi/cuda/driver.h"
 #include "ffi/cuda/launch_shape.h"
 #include "ffi/cuda/loader.h"
+#include "ffi/cuda/sites.h"
 #include "ffi/status.h"
 #include "xla/ffi/api/collectives_c_api.h"
 #include "xla/ffi/api/ffi.h"
@@ -45,6 +48,7 @@ struct CudaState {
 
   Config config;
   KernelSizes sizes;
+  std::string call_site;                 // its module and its number there
   std::map<std::string, Image*> images;  // by architecture
   std::vector<XLA_FFI_ReplicaGroup> groups;
 
@@ -57,8 +61,32 @@ struct CudaState {
     ready_[ordinal] = ready;
   }
 
+  // The number by which kernels compare the site between ranks: whatever else fixes
+  // what crosses is part of it.
+  uint64_t SiteOf(const char* op, const AnyCall& call) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (site_tokens_ == call.num_tokens) return site_;
+    std::string text =
+        Concat(op, " (", call_site, ": ", call.num_tokens, " tokens per rank, top-k ",
+               call.num_topk, ", ", config.num_experts, " experts, capacity ",
+               config.capacity, ", alignment ", config.alignment);
+    for (const Leaf& leaf : call.leaves) {
+      text += Concat(", ", kDtypes[leaf.dtype].name, "[", leaf.width, "]");
+    }
+    for (const auto& [has, what] : {std::pair(config.has_weights, ", weights"),
+                                    std::pair(config.has_row_values, ", row values"),
+                                    std::pair(config.wire_f32, ", float32 wire")}) {
+      if (has) text += what;
+    }
+    site_ = NumberSite(text + ")");
+    site_tokens_ = call.num_tokens;
+    return site_;
+  }
+
  private:
   std::mutex mutex_;
+  int64_t site_tokens_ = -1;  // for which `site_` is
+  uint64_t site_ = 0;
   std::map<int32_t, Ready> ready_;  // by device ordinal
 };
 

@@ -12,6 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/cuda/sites.h"
+#include "ffi/cuda/workspace.h"
+#include "ffi/status.h"
+
 namespace jax_ep::cuda {
 namespace {
 
@@ -52,12 +56,14 @@ const char* PhaseText(int32_t phase) {
       return "overlap of two jax_ep calls on one device (call signatures)";
     case kPhaseRankMismatch:
       return "rank check (axis index of the program against rank of the communicator)";
-    case kPhaseFewDispatchPeer:
-      return "dispatch, the peer to begin this call for few tokens (calls)";
+    case kPhaseLayoutPeer:
+      return "layout, the peer to begin this call (calls)";
+    case kPhaseDispatchPeer:
+      return "dispatch, the peer to begin this call (calls)";
     case kPhaseFewDispatchRows:
       return "dispatch, rows of the peer for few tokens (epochs)";
-    case kPhaseFewCombinePeer:
-      return "combine, the peer to begin this call for few tokens (calls)";
+    case kPhaseCombinePeer:
+      return "combine, the peer to begin this call (calls)";
     case kPhaseFewCombineRows:
       return "combine, rows of the peer for few tokens (epochs)";
     default:
@@ -71,12 +77,38 @@ bool CountsPieces(int32_t phase) {
          phase == kPhaseCombineCredit || phase == kPhaseCombineRows;
 }
 
+// Whether a phase waits for a call word.
+bool CountsCalls(int32_t phase) {
+  return phase == kPhaseLayoutPeer || phase == kPhaseDispatchPeer ||
+         phase == kPhaseCombinePeer;
+}
+
+constexpr char kFinal[] =
+    ". Outputs are NaN from here on; jax_ep cannot be used in this process again.";
+
+std::string DescribeCalls(const Watched& watched) {
+  const ErrorRecord& record = *watched.record;
+  const auto site = [](uint64_t word) {
+    return DescribeSite(word & ((uint64_t{1} << kSiteBits) - 1));
+  };
+  return Concat("jax_ep: ranks of axis \"", watched.axis,
+                "\" are in different calls: rank ", record.rank, " in ",
+                site(record.expected), ", rank ", record.peer, " in ",
+                site(record.seen),
+                "; all ranks must make the same calls in the same order; call: ",
+                CallOf(record.expected), "; device: ", watched.device, kFinal);
+}
+
 std::string Describe(const Watched& watched) {
   const ErrorRecord& record = *watched.record;
+  if (record.phase == kPhaseSite) return DescribeCalls(watched);
   uint64_t expected = record.expected, seen = record.seen;
   if (CountsPieces(record.phase)) {
     expected = CountIn(record.expected, record.call);
     seen = CountIn(record.seen, record.call);
+  } else if (CountsCalls(record.phase)) {
+    expected = CallOf(record.expected);
+    seen = CallOf(record.seen);
   }
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%.1f", record.waited_ns * 1e-9);
@@ -84,16 +116,23 @@ std::string Describe(const Watched& watched) {
                      std::to_string(watched.num_ranks) + " ranks of axis \"" +
                      watched.axis + "\" gave up";
   if (record.waited_ns > 0) line += " after " + std::string(seconds) + " s";
-  if (record.peer >= 0) line += " waiting for rank " + std::to_string(record.peer);
+  if (record.behind >= 0) {
+    line +=
+        Concat(" waiting for rank ", record.behind, ", which has not begun this call");
+  } else if (record.peer >= 0) {
+    line += Concat(" waiting for rank ", record.peer);
+  }
   line += "; phase: " + std::string(PhaseText(record.phase)) +
           "; expected: " + std::to_string(expected) +
           "; seen: " + std::to_string(seen) + "; call: " + std::to_string(record.call);
+  if (record.peer >= 0 && record.behind >= 0 && record.peer != record.behind) {
+    line += Concat("; peer: ", record.peer, ", which may wait itself");
+  }
   if (record.channel >= 0) line += "; channel: " + std::to_string(record.channel);
   if (record.rank != watched.rank) {
     line += "; reported to rank " + std::to_string(watched.rank);
   }
-  return line + "; device: " + std::to_string(watched.device) +
-         ". Outputs are NaN from here on; jax_ep cannot be used in this process again.";
+  return line + "; device: " + std::to_string(watched.device) + kFinal;
 }
 
 // Pairs with the system-scope release of `written` that ends a kernel's record.

@@ -15,7 +15,7 @@ namespace jax_ep::cuda {
 
 // Changed with every struct, offset or launch shape that host and kernels share, here
 // and in launch_shape.h; kAbiVersion with it, since programs carry their kernels.
-constexpr int kKernelAbi = 4;
+constexpr int kKernelAbi = 5;
 
 // ---------------------------------------------------------------------------
 // Workspace. Every rank of a communicator holds one, registered as a symmetric
@@ -55,7 +55,8 @@ struct Control {
   uint32_t token_chunks;
   // Dispatch and combine calls for few tokens that are done here.
   uint64_t few_calls;
-  uint32_t pad1[2];
+  // Calls of any kind that are done here.
+  uint64_t calls;
 };
 static_assert(sizeof(Control) == 128, "one line for peers, one for this rank");
 
@@ -71,12 +72,14 @@ enum Phase : int32_t {
   kPhaseCombineRows = 8,
   kPhaseOverlap = 9,        // two calls at once here; seen: the other's signature
   kPhaseRankMismatch = 10,  // axis index (seen) is not the communicator's rank
-  // Calls for few tokens: `peer` has not begun this one; calls. Its rows have not
-  // come; epochs.
-  kPhaseFewDispatchPeer = 11,
+  // `peer` has not begun this call; call words. Rows for few tokens have not come;
+  // epochs.
+  kPhaseDispatchPeer = 11,
   kPhaseFewDispatchRows = 12,
-  kPhaseFewCombinePeer = 13,
+  kPhaseCombinePeer = 13,
   kPhaseFewCombineRows = 14,
+  kPhaseLayoutPeer = 15,
+  kPhaseSite = 16,  // `peer` has begun another call than this one; call words
 };
 
 // What a wait that gave up leaves behind: in host-visible memory here, and in
@@ -87,7 +90,7 @@ struct ErrorRecord {
   int32_t rank;      // the rank that gave up: another one's if it told us so
   int32_t peer;      // the rank waited for, -1 if none
   int32_t channel;   // -1 if none
-  int32_t pad;
+  int32_t behind;    // the rank that is the most calls behind, -1 if none is
   uint64_t expected;
   uint64_t seen;
   uint64_t call;  // ring call or id round
@@ -100,8 +103,14 @@ constexpr int64_t kControlOffset = 0;
 constexpr int64_t kErrorsOffset = 4 * kKiB;  // ErrorRecord[kMaxRanks], by origin
 // uint64_t[kMaxRanks]: the last ring call in which that rank has read all we sent.
 constexpr int64_t kDoneOffset = 8 * kKiB;
-// uint64_t[kMaxRanks]: the last call for few tokens that that rank has begun.
-constexpr int64_t kFewFlagsOffset = 12 * kKiB;
+// uint64_t[kMaxRanks]: the last call that that rank has begun, as a call word: the
+// call's number, counted over all kinds, above a hash of its site. The program's calls
+// are those of every rank, so two ranks with one number must have one site; else they
+// would take each other's data for what they wait for.
+constexpr int64_t kBegunOffset = 12 * kKiB;
+// 2^40 calls last for years at any rate.
+constexpr int kSiteBits = 24;
+JAX_EP_HD constexpr uint64_t CallOf(uint64_t word) { return word >> kSiteBits; }
 // uint64_t[kNumStampedStages][kMaxStampedBlocks][kMaxStamps]: when the blocks of the
 // latest call of a stage reached its phases, in ns; written by kernels compiled with
 // JAX_EP_STAMPS only, read by the tools.
@@ -148,7 +157,7 @@ constexpr int64_t kIdsOffset = 2 * kMiB;
 constexpr int64_t kIdsHalfBytes = 1 * kMiB;
 constexpr int64_t kRingOffset = 4 * kMiB;
 
-static_assert(kFewFlagsOffset + kMaxRanks * 8 <= kStampsOffset, "");
+static_assert(kBegunOffset + kMaxRanks * 8 <= kStampsOffset, "");
 static_assert(kStampsOffset + kStampsBytes <= kHeadOffset, "");
 static_assert(kTailOffset + kMaxChannels * kMaxRanks * 8 <= kTileCountOffset, "");
 static_assert(kTileCountOffset + kMaxTiles * kMaxExperts * 4 <= kRowBaseOffset, "");
@@ -202,6 +211,7 @@ struct CommonParams {
   // The custom call's `rank` operand; null skips the comparison.
   const int32_t* rank_operand;
   uint64_t timeout_ns;
+  uint64_t site;  // a hash of kSiteBits
   int32_t rank;
   int32_t num_ranks;
 };

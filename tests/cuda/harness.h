@@ -141,6 +141,7 @@ inline Attrs Common(int num_ranks, std::vector<int64_t> groups) {
       .Float("timeout_s", 2.5)
       .Bool("stamps", false)
       .Bool("few", false)
+      .String("call_site", "jit_step 3")
       .String("cubin_archs", "sm_90a,sm_100a")
       .String("cubin_sm_90a", kHopper)
       .String("cubin_sm_90a_sha256", Sha256(kHopper))

@@ -186,10 +186,12 @@ TEST(one_rank) {
 ErrorRecord* RecordOf(CUstream stream) { return LastCommon(stream).error; }
 
 // The word that was seen may be of an earlier call.
-void WriteRecord(ErrorRecord* record, int rank, uint64_t calls_ago = 0) {
+void WriteRecord(ErrorRecord* record, int rank, uint64_t calls_ago = 0,
+                 int behind = -1) {
   record->phase = kPhaseCombineRows;
   record->rank = rank;
   record->peer = 1;
+  record->behind = behind;
   record->channel = 3;
   record->call = 5;
   record->expected = record->call << kCountBits | 17;
@@ -233,6 +235,68 @@ TEST(timeout_seen_at_once) {
   WriteRecord(RecordOf(devices.stream[1]), 0, /*calls_ago=*/1);
   Contains(CheckError(), "reported to rank 1");
   Contains(CheckError(), "expected: 17; seen: 0");
+}
+
+const std::string kFinal =
+    "; device: 0. Outputs are NaN from here on; jax_ep cannot be used in this process "
+    "again.";
+
+// Rank 1, which rank 0 waited for, waits itself.
+TEST(another_rank_is_behind) {
+  Open();
+  OnLaunch(Record);
+  Devices devices(Group(4));
+  CallSite site("jax_ep_combine", For("jax_ep_combine", 4));
+  CHECK_EQ(site.Instantiate(), std::string());
+  AllFine(devices.Run(site, 1));
+  WriteRecord(RecordOf(devices.stream[0]), 0, 0, /*behind=*/2);
+  CHECK_EQ(CheckError(),
+           "jax_ep: rank 0 of the 4 ranks of axis \"expert\" gave up after 2.6 s "
+           "waiting for rank 2, which has not begun this call; phase: combine, rows of "
+           "the peer (pieces arrived); expected: 17; seen: 16; call: 5; peer: 1, which "
+           "may wait itself; channel: 3" +
+               kFinal);
+}
+
+// What kernels compare is the same for all ranks of a call, and another for any other.
+TEST(different_calls) {
+  Open();
+  OnLaunch(Record);
+  Devices devices(Group(2));
+  std::vector<uint64_t> sites;
+  for (const char* name : {"jit_step 3", "jit_step 4", "jit_step 3"}) {
+    Attrs attrs = For("jax_ep_dispatch", 2);
+    attrs.String("call_site", name);
+    CallSite site("jax_ep_dispatch", std::move(attrs));
+    CHECK_EQ(site.Instantiate(), std::string());
+    AllFine(devices.Run(site, static_cast<int64_t>(sites.size())));
+    sites.push_back(LastCommon(devices.stream[0]).site);
+    CHECK_EQ(LastCommon(devices.stream[1]).site, sites.back());
+    CHECK_EQ(sites.back() >> kSiteBits, uint64_t{0});
+  }
+  CallSite combine("jax_ep_combine", For("jax_ep_combine", 2));
+  CHECK_EQ(combine.Instantiate(), std::string());
+  AllFine(devices.Run(combine, 9));
+  const uint64_t other = LastCommon(devices.stream[0]).site;
+  CHECK(sites[1] != sites[0] && sites[2] == sites[0] && other != sites[0]);
+
+  ErrorRecord* record = RecordOf(devices.stream[0]);
+  record->phase = kPhaseSite;
+  record->rank = 1;
+  record->peer = 0;
+  record->behind = record->channel = -1;
+  record->expected = uint64_t{7} << kSiteBits | sites[1];
+  record->seen = uint64_t{7} << kSiteBits | other;
+  __atomic_store_n(&record->written, 1u, __ATOMIC_RELEASE);
+  const std::string shape =
+      ": 8 tokens per rank, top-k 4, 16 experts, capacity 256, alignment 1, "
+      "bfloat16[64], weights)";
+  CHECK_EQ(
+      CheckError(),
+      "jax_ep: ranks of axis \"expert\" are in different calls: rank 1 in dispatch "
+      "(jit_step 4" +
+          shape + ", rank 0 in combine (jit_step 3" + shape +
+          "; all ranks must make the same calls in the same order; call: 7" + kFinal);
 }
 
 // All devices of one launch get one answer: XLA makes them wait for each other.

@@ -59,6 +59,7 @@ class Case:
         self.kernels: list[kernels.Kernel] = []
         self._lines = [f"ranks {num_ranks}"]
         self._data = bytearray()
+        self._stalled: int | None = None
 
     # --- steps --------------------------------------------------------------------
 
@@ -184,8 +185,12 @@ class Case:
 
     # --- what the file has ----------------------------------------------------------
 
-    def _step(self, kernel, *, few=False, stalled: int | None = None) -> bool:
-        """Whether the step fails, since the rank `stalled` never launches it."""
+    def _step(
+        self, kernel, *, few=False, stalled: int | None = None, failed: bool = False
+    ) -> bool:
+        """Whether the step fails, since the rank `stalled` never launches it, or comes
+        after one that `failed`.
+        """
         if few:
             kernel = kernels.for_few(kernel)
         self.kernels.append(kernel)
@@ -194,8 +199,8 @@ class Case:
             # Waits may end at any time where no earlier call's are among them.
             hasty = ["hasty"] if len(self.kernels) == 1 else []
             self._lines += [f"skip {stalled}", "fails", *hasty]
-            self._stalled = stalled
-        return stalled is not None
+        self._stalled = stalled
+        return failed or stalled is not None
 
     def _values(self, **fields) -> None:
         for rank in range(self.num_ranks):

@@ -267,6 +267,8 @@ std::string RunSeed(Case& test, uint64_t seed, bool independent) {
     common.rank = rank;
     common.num_ranks = test.ranks;
     for (Step& step : test.steps) {
+      // Each step is a site of its own.
+      common.site = &step - test.steps.data() + 1;
       if (step.skip.count(rank) > 0) continue;
       const emu::Kernel* kernel = FindKernel(step.kernel);
       std::string bytes(ParamsBytes(kernel->stage), '\0');
@@ -306,8 +308,9 @@ std::string RunSeed(Case& test, uint64_t seed, bool independent) {
   for (int rank = 0; rank < test.ranks && failure.empty(); ++rank) {
     const ErrorRecord& error = errors[rank];
     if (error.written != 0) {
-      std::printf("rank %d: phase %d rank %d peer %d%s\n", rank, error.phase,
-                  error.rank, error.peer, schedule.hasty ? ", hasty" : "");
+      std::printf("rank %d: phase %d rank %d peer %d behind %d%s\n", rank, error.phase,
+                  error.rank, error.peer, error.behind,
+                  schedule.hasty ? ", hasty" : "");
       if (!test.fails)
         failure = "an error record, in phase " + std::to_string(error.phase);
     }
