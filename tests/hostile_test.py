@@ -20,7 +20,7 @@ from stages import assert_bits_equal, stages
 RANKS, TOKENS, TOPK, LOCAL, CAPACITY, WIDTH = 4, 4, 2, 2, 32, 8
 
 ATTRIBUTES = dict(
-    abi_version=np.int64(4),
+    abi_version=np.int64(5),
     axis="expert",
     num_ranks=np.int64(RANKS),
     groups=np.arange(RANKS, dtype=np.int64),
@@ -151,10 +151,24 @@ def test_the_calls_are_good_without_a_change():
     assert (np.asarray(combined["values"]) == 1).all()
 
 
-def fails(call: Call, message: str) -> None:
+def failure(call: Call) -> tuple[str, str]:
+    """The whole message, without XLA's status in front, and it without who says so."""
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         call.run()
-    assert message in str(raised.value), str(raised.value)
+    status, message = str(raised.value).split(": ", 1)
+    assert re.fullmatch("[A-Z_]+", status)
+    who = r' \[rank -?\d+ of 4 on axis "expert" \(group -?\d+\)[^\]]*\]'
+    return message, re.sub(f"{who}$", "", message)
+
+
+def fails(call: Call, message: str) -> None:
+    assert message in failure(call)
+
+
+def fails_for_xla(call: Call, message: str) -> None:
+    """The same, where the rest is in the words of XLA's own headers."""
+    rest = r"(Wrong|Unexpected) [^.]+\."
+    assert re.fullmatch(re.escape(message) + rest, failure(call)[1])
 
 
 # Attributes
@@ -168,7 +182,7 @@ def fails(call: Call, message: str) -> None:
             "abi_version",
             np.int64(7),
             "abi_version (=7) of the program must be that of the installed jax_ep "
-            "(=4); compile or export it again.",
+            "(=5); compile or export it again.",
         ),
         ("num_ranks", np.int64(0), "num_ranks (=0) must be in [1, 64]."),
         ("num_ranks", np.int64(-4), "num_ranks (=-4) must be in [1, 64]."),
@@ -208,7 +222,11 @@ def fails(call: Call, message: str) -> None:
         ),
         ("timeout_s", np.float64(0), "timeout_s (=0) must be positive."),
         ("timeout_s", np.float64("nan"), "timeout_s (=nan) must be positive."),
-        ("groups", np.zeros(0, np.int64), "groups must hold num_ranks (=4) positions"),
+        (
+            "groups",
+            np.zeros(0, np.int64),
+            "groups must hold num_ranks (=4) positions per group, got 0 in all.",
+        ),
         (
             "groups",
             np.array([0, 1, 2, -3]),
@@ -221,9 +239,6 @@ def fails(call: Call, message: str) -> None:
             "groups[2] (=1) must be another of the positions 0 to 3 than those before "
             "it.",
         ),
-        ("axis", 3, "attribute axis: "),
-        ("capacity", np.int32(32), "attribute capacity: "),
-        ("groups", np.arange(4, dtype=np.int32), "attribute groups: "),
     ],
 )
 def test_attributes(stage, name, value, message):
@@ -237,7 +252,15 @@ def test_missing_and_additional_attributes(stage):
     for name in CALLS[stage]().attributes:
         call = CALLS[stage]()
         del call.attributes[name]
-        fails(call, f"jax_ep.{OPERATIONS[stage]}: attribute {name}: ")
+        fails_for_xla(call, f"jax_ep.{OPERATIONS[stage]}: attribute {name}: ")
+    for name, value in (
+        ("axis", 3),
+        ("capacity", np.int32(32)),
+        ("groups", np.arange(4, dtype=np.int32)),
+    ):
+        call = CALLS[stage]()
+        call.attributes[name] = value
+        fails_for_xla(call, f"jax_ep.{OPERATIONS[stage]}: attribute {name}: ")
     call = CALLS[stage]()
     call.attributes["of_a_later_version"] = 3
     call.run()
@@ -264,6 +287,91 @@ def test_alignment_beyond_every_count():
 # Shapes and dtypes
 
 
+MOVED = "float32|bfloat16|float16|uint8|uint16|uint32"
+SUMMED = "float32|bfloat16|float16"
+NAMED = {*MOVED.split("|"), "int32"}
+# Operands in order. T and K are those of the first operand that has them, W is y's.
+OPERANDS = dict(
+    layout=dict(rank=("int32", (2,)), topk_idx=("int32", ("T", "K"))),
+    dispatch=dict(
+        rank=("int32", (2,)),
+        slot=("int32", ("T", "K")),
+        slot_rank=("int32", ("T", "K")),
+        recv_slot=("int32", (RANKS, "T", "K")),
+        group_counts=("int32", (LOCAL,)),
+        group_offsets=("int32", (LOCAL,)),
+        weights=("float32", ("T", "K")),
+        x=(MOVED, ("T", "any")),
+    ),
+    combine=dict(
+        rank=("int32", (2,)),
+        slot=("int32", ("T", "K")),
+        slot_rank=("int32", ("T", "K")),
+        recv_slot=("int32", (RANKS, "T", "K")),
+        weights=("float32", (CAPACITY,)),
+        row_values=("float32", (CAPACITY,)),
+        y=(SUMMED, (CAPACITY, "W")),
+        bias=("y", ("T", "W")),
+    ),
+)
+
+
+def spelled(dtype: str, shape) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def unfit(kind: str, rules, given) -> str:
+    """What is first wrong of operands or results; each rule is a name and what it fits.
+
+    Args:
+      kind: "operand" or "result".
+      rules: names, and pairs of dtypes and dimensions.
+      given: pairs of dtype and shape, in order.
+    """
+    known: dict = {}
+    dtypes = {}
+    for i, (name, (allowed, dims)) in enumerate(rules):
+        if i == len(given):
+            plural = "" if i == 1 else "s"
+            return f"{kind} {name} is missing; got {i} {kind}{plural}."
+        dtype, shape = given[i]
+        dtypes[name] = dtype
+        allowed = dtypes.get(allowed, allowed)
+        found = spelled(dtype if dtype in NAMED else "another dtype", shape)
+        if len(shape) == len(dims) and "T" in dims and "K" in dims:
+            known = dict(zip(dims, shape, strict=True)) | known
+        known["any"] = "any"
+        want = [known.get(d, "any") if isinstance(d, str) else d for d in dims]
+        fits = len(shape) == len(want) and all(
+            w in ("any", size) for w, size in zip(want, shape, strict=True)
+        )
+        if not fits or dtype not in allowed.split("|"):
+            return f"{kind} {name} must be {spelled(allowed, want)}, got {found}."
+        known = dict(zip(dims, shape, strict=True)) | known
+    return f"expected {len(rules)} {kind}s, got {len(given)}."
+
+
+def misfit(stage: str, call: Call) -> str:
+    """The message of a call whose operands or, if these fit, results do not fit."""
+    rules = list(OPERANDS[stage].items())
+    given = [(str(x.dtype), x.shape[1:]) for x in call.operands.values()]
+    left = len(given) - len(rules)
+    if stage == "dispatch" and left > 0:
+        rules += left * [rules[-1]]  # Each is a leaf.
+    good = CALLS[stage]()
+    # The shapes of results that follow from a good call's operands.
+    results = [
+        (name, (np.dtype(dtype).name, shape))
+        for name, (shape, dtype) in good.results.items()
+    ]
+    have = [(np.dtype(dtype).name, shape) for shape, dtype in call.results.values()]
+    if call.results == good.results:
+        message = unfit("operand", rules, given)
+    else:
+        message = unfit("result", results, have)
+    return f"jax_ep.{OPERATIONS[stage]}: {message}"
+
+
 def reshaped(array: np.ndarray, tail) -> np.ndarray:
     return np.zeros((array.shape[0], *tail), array.dtype)
 
@@ -284,18 +392,18 @@ def test_operands(stage):
         if name == "topk_idx":  # fixes T and K; then the results do not fit
             bad = bad[2:]
         if name == "x":  # any width; then the result does not fit
-            bad[4] = good.astype(np.complex64)
-            bad[5] = good.astype(np.int8)
+            del bad[1]
+            bad[3] = good.astype(np.complex64)
         for array in bad:
             call = CALLS[stage]()
             call.operands[name] = array
-            fails(call, f"jax_ep.{OPERATIONS[stage]}: ")
+            fails(call, misfit(stage, call))
         call = CALLS[stage]()
         del call.operands[name]
-        fails(call, f"jax_ep.{OPERATIONS[stage]}: ")
+        fails(call, misfit(stage, call))
     call = CALLS[stage]()
     call.operands["more"] = np.zeros((RANKS, 3), np.float32)
-    fails(call, f"jax_ep.{OPERATIONS[stage]}: ")
+    fails(call, misfit(stage, call))
 
 
 @pytest.mark.parametrize("stage", CALLS)
@@ -310,14 +418,14 @@ def test_results(stage):
         ):
             call = CALLS[stage]()
             call.results[name] = other
-            fails(call, f"jax_ep.{OPERATIONS[stage]}: ")
+            fails(call, misfit(stage, call))
         call = CALLS[stage]()
         del call.results[name]
         if call.results:
-            fails(call, f"jax_ep.{OPERATIONS[stage]}: ")
+            fails(call, misfit(stage, call))
     call = CALLS[stage]()
     call.results["more"] = ((3,), np.float32)
-    fails(call, f"jax_ep.{OPERATIONS[stage]}: ")
+    fails(call, misfit(stage, call))
 
 
 def test_whole_messages_of_shapes():
@@ -345,15 +453,36 @@ def test_whole_messages_of_shapes():
     fails(call, "jax_ep.dispatch_layout: top-k (=33) must be at most 32.")
 
 
-@pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_flags_that_lie(stage):
-    """A flag says that an operand is there, or is not: the rest does not fit."""
-    for flag in ("has_weights", "has_row_values", "has_bias"):
-        call = CALLS[stage]()
-        if flag not in call.attributes:
-            continue
-        call.attributes[flag] = False
-        fails(call, f"jax_ep.{stage}: ")
+@pytest.mark.parametrize(
+    "stage, flag, message",
+    [
+        (
+            "dispatch",
+            "has_weights",
+            "result recv must be float32[32, 2], got float32[32].",
+        ),
+        (
+            "combine",
+            "has_weights",
+            f"operand y must be {SUMMED}[32, any], got float32[32].",
+        ),
+        (
+            "combine",
+            "has_row_values",
+            f"operand y must be {SUMMED}[32, any], got float32[32].",
+        ),
+        (
+            "combine",
+            "has_bias",
+            f"operand y must be {SUMMED}[32, any], got float32[4, 8].",
+        ),
+    ],
+)
+def test_flags_that_lie(stage, flag, message):
+    """A flag says that an operand is not there: the rest does not fit."""
+    call = CALLS[stage]()
+    call.attributes[flag] = False
+    fails(call, f"jax_ep.{stage}: {message}")
 
 
 # Values
