@@ -37,6 +37,7 @@ struct Config {
   bool has_row_values = false;
   bool has_bias = false;
   bool wire_f32 = false;
+  bool out_f32 = false;
   size_t num_leaves = 0;  // that a kernel was compiled for; 0: as many as there are
 
   int64_t num_groups() const { return static_cast<int64_t>(groups.size()) / num_ranks; }

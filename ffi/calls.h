@@ -171,6 +171,7 @@ struct CombineCall : RoutedCall {
     config.has_row_values = attrs.Get<bool>("has_row_values");
     config.has_bias = attrs.Get<bool>("has_bias");
     config.wire_f32 = attrs.Get<bool>("wire_f32");
+    config.out_f32 = attrs.Get<bool>("out_f32");
   }
 
   void Take(const Config& config, Buffers& operands, Buffers& results) {
@@ -186,7 +187,8 @@ struct CombineCall : RoutedCall {
     while (leaves.size() < num_leaves) {
       const auto y = operands.TakeRows("y", config.capacity, /*summed=*/true);
       if (!y) break;
-      void* out = results.Take<void>("out", ToXla(y->dtype), {num_tokens, y->width});
+      const LeafDtype stored = config.out_f32 ? kLeafF32 : y->dtype;
+      void* out = results.Take<void>("out", ToXla(stored), {num_tokens, y->width});
       leaves.push_back({y->dtype, y->width, y->data, out});
     }
     if (!config.has_bias) return;

@@ -25,8 +25,16 @@ from jax_ep.dispatch import dispatch
 from jax_ep.dropless import Rounds, in_rounds
 from jax_ep.exchange import Exchange
 from jax_ep.experts import experts, shared_experts
-from jax_ep.ffi import TARGETS as CUSTOM_CALLS
+from jax_ep.ffi import TARGETS, TARGETS_IN_FLIGHT
 from jax_ep.hf_models import hf_moe_config
+from jax_ep.in_flight import (
+    InFlight,
+    beside,
+    combine_done,
+    combine_start,
+    dispatch_done,
+    dispatch_start,
+)
 from jax_ep.layout import Handle, dispatch_layout
 from jax_ep.losses import (
     MoEStats,
@@ -53,11 +61,15 @@ from jax_ep.sharded import sharded_moe
 
 _register_serialization()
 
+# For `jax.export`: what a program of ours may call.
+CUSTOM_CALLS = TARGETS + TARGETS_IN_FLIGHT
+
 __all__ = [
     "BlockScaled",
     "CUSTOM_CALLS",
     "Exchange",
     "Handle",
+    "InFlight",
     "MoEConfig",
     "MoEParams",
     "MoEStats",
@@ -65,11 +77,16 @@ __all__ = [
     "Quantized",
     "Rounds",
     "Routing",
+    "beside",
     "check",
     "combine",
+    "combine_done",
+    "combine_start",
     "dequantize",
     "dispatch",
+    "dispatch_done",
     "dispatch_layout",
+    "dispatch_start",
     "experts",
     "export_hf_moe_layer",
     "hf_moe_config",

@@ -1,6 +1,7 @@
 """Combine: the experts' rows back to their tokens, summed."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,38 +77,53 @@ def combine(
                 f"has {weights.shape}."
             )
         weights = router_weights(op, "weights", weights)
-    bias_leaves = None
+    added = None
     if bias is not None:
-        if jax.tree.structure(bias) != jax.tree.structure(y):
-            raise ValueError(
-                f"jax_ep.{op}: bias must be a tree like y, {jax.tree.structure(y)}, "
-                f"and is {jax.tree.structure(bias)}."
-            )
-        bias_leaves, _ = to_wire(op, "bias", bias, handle.num_tokens)
-        for leaf, bias_leaf, row in zip(
-            leaves, bias_leaves, jax.tree.leaves(bias), strict=True
-        ):
-            if bias_leaf.shape[1] != leaf.shape[1]:
-                raise ValueError(
-                    f"jax_ep.{op}: bias must have rows of {leaf.shape[1]} elements as "
-                    f"y has, and has shape {row.shape}."
-                )
-            if row.dtype != leaf.dtype:
-                raise TypeError(
-                    f"jax_ep.{op}: bias must have y's dtype {leaf.dtype}, and is "
-                    f"{row.dtype}."
-                )
+        structure = jax.tree.structure(y)
+        added = bias_leaves(op, bias, structure, leaves, handle.num_tokens)
     sums_wire = sums_format(op, "wire", wire, handle.exchange.wire)
     rows_wire = rows_format(op, "grad_wire", grad_wire, handle.exchange.grad_wire)
-    leaves, weights, bias_leaves, handle = vary_alike(
-        handle.axis_name, (leaves, weights, bias_leaves, handle)
+    leaves, weights, added, handle = vary_alike(
+        handle.axis_name, (leaves, weights, added, handle)
     )
     static = (call, rows_wire, False, sums_wire)
-    sums = tuple(_combine(static, leaves, weights, bias_leaves, handle))
+    sums = tuple(_combine(static, leaves, weights, added, handle))
     tails = [leaf.shape[1:] for leaf in jax.tree.leaves(y)]
     sums = [total.reshape(-1, *tail) for total, tail in zip(sums, tails, strict=True)]
     out = jax.tree.unflatten(jax.tree.structure(y), sums)
     return checkpoint_name(out, "jax_ep_out")
+
+
+def bias_leaves(
+    operation: str, bias: Any, structure: Any, leaves: Sequence[Any], num_tokens: int
+) -> tuple[jax.Array, ...]:
+    """The bias of a combine as `[T, W]` leaves, checked.
+
+    Args:
+      operation: for messages.
+      bias: what the user gave, not None.
+      structure: that of y.
+      leaves: y's, `[C, W]`.
+      num_tokens: T.
+    """
+    if jax.tree.structure(bias) != structure:
+        raise ValueError(
+            f"jax_ep.{operation}: bias must be a tree like y, {structure}, and is "
+            f"{jax.tree.structure(bias)}."
+        )
+    found, _ = to_wire(operation, "bias", bias, num_tokens)
+    for leaf, added, row in zip(leaves, found, jax.tree.leaves(bias), strict=True):
+        if added.shape[1] != leaf.shape[1]:
+            raise ValueError(
+                f"jax_ep.{operation}: bias must have rows of {leaf.shape[1]} elements "
+                f"as y has, and has shape {row.shape}."
+            )
+        if row.dtype != leaf.dtype:
+            raise TypeError(
+                f"jax_ep.{operation}: bias must have y's dtype {leaf.dtype}, and is "
+                f"{row.dtype}."
+            )
+    return found
 
 
 # dy[c] = w[c] * d_out[token(c)],  dw[c] = <y[c], d_out[token(c)]>,  d_bias = d_out

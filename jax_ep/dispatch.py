@@ -75,15 +75,7 @@ def dispatch(
     op = "dispatch"
     call = call_of(op, handle)
     leaves, restore = to_wire(op, "x", x, handle.num_tokens)
-    if topk_weights is not None:
-        an_array(op, "topk_weights", topk_weights)
-        shape = (handle.num_tokens, handle.num_topk)
-        if topk_weights.shape != shape:
-            raise ValueError(
-                f"jax_ep.{op}: topk_weights must have shape [T, K] = {shape}, and has "
-                f"{topk_weights.shape}."
-            )
-        topk_weights = router_weights(op, "topk_weights", topk_weights)
+    topk_weights = weights_of_tokens(op, topk_weights, handle)
     rows_wire = rows_format(op, "wire", wire, handle.exchange.wire)
     if quantized and rows_wire is None:
         raise ValueError(
@@ -111,6 +103,22 @@ def dispatch(
             for leaf in recv
         ]
     return checkpoint_name((restore(tuple(recv)), recv_weights), "jax_ep_recv")
+
+
+def weights_of_tokens(
+    operation: str, topk_weights: Any, handle: Handle
+) -> jax.Array | None:
+    """The router's weights `[T, K]` as float32, checked; None stays None."""
+    if topk_weights is None:
+        return None
+    an_array(operation, "topk_weights", topk_weights)
+    shape = (handle.num_tokens, handle.num_topk)
+    if topk_weights.shape != shape:
+        raise ValueError(
+            f"jax_ep.{operation}: topk_weights must have shape [T, K] = {shape}, and "
+            f"has {topk_weights.shape}."
+        )
+    return router_weights(operation, "topk_weights", topk_weights)
 
 
 # dx[t] = sum_k d_recv[slot[t, k]],  d_weights[t, k] = d_recv_weights[slot[t, k]]

@@ -1,7 +1,8 @@
 """The three primitives of the pipeline and the custom calls they lower to.
 
-A stage is one primitive. It lowers to the custom call of its name on CPU devices and on
-CUDA, with the same operands, results and attributes, and to `reference.py` elsewhere.
+A stage is one primitive, and so is its start (see `in_flight.py`). A stage lowers to
+the custom call of its name on CPU devices and on CUDA, with the same operands, results
+and attributes, and to `reference.py` elsewhere.
 Lowering, not tracing, is where the platform is known: only there are CUDA kernels
 compiled, and only there does the device learn its rank (an operand that the traced
 program must not see, or every result would vary over every mesh axis).
@@ -36,7 +37,11 @@ from jax_ep.exchange import Exchange
 LAYOUT = "jax_ep_layout"
 DISPATCH = "jax_ep_dispatch"
 COMBINE = "jax_ep_combine"
+DISPATCH_START = "jax_ep_dispatch_start"  # On CUDA; elsewhere starts run as a whole.
+COMBINE_START = "jax_ep_combine_start"
+DONE = "jax_ep_done"
 TARGETS = (LAYOUT, DISPATCH, COMBINE)
+TARGETS_IN_FLIGHT = (DISPATCH_START, COMBINE_START, DONE)
 
 registration.register()
 
@@ -126,9 +131,9 @@ def layout(call: Call, topk_idx: jax.Array) -> tuple[jax.Array, ...]:
     return _bind(_layout_p, LayoutOperands(topk_idx), call=call)
 
 
-def dispatch(call: Call, handle, leaves, weights):
-    """`[C]` weights or None, and rows `[C, W]` per leaf `[T, W]`."""
-    operands = DispatchOperands(
+def dispatch_operands(handle, leaves, weights) -> DispatchOperands:
+    """What a dispatch with this handle takes."""
+    return DispatchOperands(
         handle.slot,
         handle.slot_rank,
         handle.recv_slot,
@@ -137,21 +142,18 @@ def dispatch(call: Call, handle, leaves, weights):
         weights,
         tuple(leaves),
     )
-    return _bind(_dispatch_p, operands, call=call)
 
 
-def combine(
-    call: Call,
-    handle,
-    leaves,
-    *,
-    weights=None,
-    row_values=None,
-    bias=None,
-    wire_f32=False,
-):
-    """`row_values[slot]` as `[T, K]` or None, and sums `[T, W]` per leaf `[C, W]`."""
-    operands = CombineOperands(
+def dispatch(call: Call, handle, leaves, weights):
+    """`[C]` weights or None, and rows `[C, W]` per leaf `[T, W]`."""
+    return _bind(_dispatch_p, dispatch_operands(handle, leaves, weights), call=call)
+
+
+def combine_operands(
+    handle, leaves, *, weights=None, row_values=None, bias=None
+) -> CombineOperands:
+    """What a combine with this handle takes."""
+    return CombineOperands(
         handle.slot,
         handle.slot_rank,
         handle.recv_slot,
@@ -160,7 +162,49 @@ def combine(
         tuple(leaves),
         None if bias is None else tuple(bias),
     )
-    return _bind(_combine_p, operands, call=call, wire_f32=wire_f32)
+
+
+def combine(
+    call: Call, handle, leaves, *, wire_f32: bool = False, out_f32: bool = False, **more
+):
+    """`row_values[slot]` as `[T, K]` or None, and sums `[T, W]` per leaf `[C, W]`.
+
+    With `out_f32` sums are float32 whatever their rows are: not rounded at the end.
+    """
+    operands = combine_operands(handle, leaves, **more)
+    return _bind(_combine_p, operands, call=call, wire_f32=wire_f32, out_f32=out_f32)
+
+
+def start(operands, order: jax.Array, **params):
+    """Starts a dispatch or combine: its results under way, and the next `order`.
+
+    Args:
+      operands: `DispatchOperands` or `CombineOperands` with T >= 1. They, and the
+        results, are nobody else's to write or read until `done`.
+      order: `[1]` float32 of no meaning; who takes the one returned comes later.
+      **params: `call`, and for a combine `wire_f32` and `out_f32`.
+    """
+    is_dispatch = isinstance(operands, DispatchOperands)
+    plain, primitive = (
+        (_dispatch_p, _dispatch_start_p)
+        if is_dispatch
+        else (_combine_p, _combine_start_p)
+    )
+    leaves, structure = jax.tree.flatten(operands)
+    avals = jax.tree.map(jax.typeof, operands)
+    types = _RESULT_TYPES[plain](avals, **params)
+    *results, order = primitive.bind(*leaves, order, structure=structure, **params)
+    return jax.tree.unflatten(jax.tree.structure(types), results), order
+
+
+def done(call: Call, operands, pending, order: jax.Array):
+    """Waits for a call: `pending`, as `start` of `operands` gave it."""
+    operands = jax.tree.leaves(operands)
+    leaves, structure = jax.tree.flatten(pending)
+    results = _done_p.bind(
+        *operands, *leaves, order, call=call, num_pending=len(leaves)
+    )
+    return jax.tree.unflatten(structure, results)
 
 
 def _bind(primitive, operands, **params):
@@ -196,13 +240,13 @@ def _dispatch_types(operands: DispatchOperands, *, call: Call):
     return weights, leaves
 
 
-def _combine_types(operands: CombineOperands, *, call: Call, wire_f32: bool):
+def _combine_types(operands: CombineOperands, *, call: Call, wire_f32, out_f32):
     del call, wire_f32
     slot, values = operands.slot, None
     if operands.row_values is not None:
         values = like(slot, slot.shape, jnp.float32)
     leaves = tuple(
-        like(slot, (slot.shape[0], leaf.shape[1]), leaf.dtype)
+        like(slot, (slot.shape[0], leaf.shape[1]), "float32" if out_f32 else leaf.dtype)
         for leaf in operands.leaves
     )
     return values, leaves
@@ -211,7 +255,8 @@ def _combine_types(operands: CombineOperands, *, call: Call, wire_f32: bool):
 def _lower_custom_call(
     ctx, *operands, target, structure, call, more_attributes, **flags
 ):
-    tree = jax.tree.unflatten(structure, ctx.avals_in)
+    # A start has `order` behind the operands of its stage.
+    tree = jax.tree.unflatten(structure, ctx.avals_in[: structure.num_leaves])
     attributes = {**call.attributes(), **tree.flags(), **flags}
     attributes |= more_attributes(target, attributes, tree)
     # Not jax.ffi.ffi_call: XLA names an instruction after the primitive it comes from,
@@ -251,8 +296,12 @@ def _lower_reference(ctx, *operands, reference_stage, structure, call, **params)
         )
 
     def stage(*operands):
+        # Barriers, as a custom call is one: else XLA computes across the edge in other
+        # bits (without a rounding to bfloat16, or with fused multiply-adds).
+        operands = lax.optimization_barrier(operands)
         tree = jax.tree.unflatten(structure, operands)
-        return jax.tree.leaves(reference_stage(tree, call=call, **params))
+        results = jax.tree.leaves(reference_stage(tree, call=call, **params))
+        return lax.optimization_barrier(results)
 
     return mlir.lower_fun(stage, multiple_results=True)(ctx, *operands)
 
@@ -390,6 +439,123 @@ def _primitive(target: str, result_types, reference_stage) -> Primitive:
     return primitive
 
 
+def _start_primitive(target: str, plain: Primitive, stage_target: str, stage):
+    """The start of a stage. Without streams of our own (not CUDA) the whole call."""
+    primitive = Primitive(target)
+    primitive.multiple_results = True
+
+    def abstract_results(*avals, structure, **params):
+        operands = jax.tree.unflatten(structure, avals[:-1])
+        return [*jax.tree.leaves(_RESULT_TYPES[plain](operands, **params)), avals[-1]]
+
+    primitive.def_abstract_eval(abstract_results)
+
+    def lower(rule, ctx, *operands, **params):
+        *operands, order = operands
+        ctx = ctx.replace(avals_in=ctx.avals_in[:-1], avals_out=ctx.avals_out[:-1])
+        results = rule(
+            ctx, *operands, target=stage_target, reference_stage=stage, **params
+        )
+        return [*results, order]
+
+    def lower_cuda(ctx, *operands, **params):
+        if params["call"].exchange.implementation == "xla":
+            return lower(_lower_reference_of, ctx, *operands, **params)
+        return _lower_cuda(
+            ctx,
+            *operands,
+            target=target,
+            reference_stage=stage,
+            site=_next_site(ctx),
+            **params,
+        )
+
+    def batched(operands, dims, **params):
+        *operands, order = operands
+        *dims, order_dim = dims
+        if order_dim is not None:
+            order = order.take(0, order_dim)  # Of no meaning: one for all.
+        if all(dim is None for dim in dims):
+            results = primitive.bind(*operands, order, **params)
+            return results, [None] * len(results)
+        results = in_sequence(plain, operands, dims, **params)
+        return [*results, order], [*[0] * len(results), None]
+
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(
+        primitive, functools.partial(lower, _lower_cpu), platform="cpu"
+    )
+    # Every call has a number of its own in its module: XLA would merge equal starts,
+    # but not their dones.
+    mlir.register_lowering(primitive, lower_cuda, platform="cuda", cacheable=False)
+    mlir.register_lowering(primitive, functools.partial(lower, _lower_reference_of))
+    return primitive
+
+
+def _lower_reference_of(ctx, *operands, target, **params):
+    del target
+    return _lower_reference(ctx, *operands, **params)
+
+
+_sites: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _next_site(ctx) -> np.int64:
+    module = ctx.module_context.module
+    _sites[module] = _sites.get(module, -1) + 1
+    return np.int64(_sites[module])
+
+
+def _lower_done(ctx, *operands, call, num_pending):
+    """What is under way is there: the same buffers, on CUDA behind a wait."""
+    del ctx, call
+    return operands[-num_pending - 1 : -1]
+
+
+def _lower_done_cuda(ctx, *operands, call, num_pending):
+    if call.exchange.implementation == "xla":
+        return _lower_done(ctx, *operands, call=call, num_pending=num_pending)
+    first = len(operands) - 1 - num_pending
+    lower = jax.ffi.ffi_lowering(
+        DONE, operand_output_aliases={first + i: i for i in range(num_pending)}
+    )
+    return lower(
+        ctx,
+        *operands,
+        abi_version=np.int64(_ffi.abi_version),
+        num_pending=np.int64(num_pending),
+    )
+
+
+def _batched_done(operands, dims, *, call, num_pending):
+    *operands, order = operands
+    *dims, order_dim = dims
+    if order_dim is not None:
+        order = order.take(0, order_dim)  # Of no meaning: one for all.
+    pending, pending_dims = operands[-num_pending:], dims[-num_pending:]
+    if any(dim is not None for dim in pending_dims):  # Started as a whole.
+        return pending, pending_dims
+    results = _done_p.bind(*operands, order, call=call, num_pending=num_pending)
+    return results, [None] * len(results)
+
+
+def _done_types(*avals, call, num_pending):
+    del call
+    return list(avals[-num_pending - 1 : -1])
+
+
 _layout_p = _primitive(LAYOUT, _layout_types, reference.layout)
 _dispatch_p = _primitive(DISPATCH, _dispatch_types, reference.dispatch)
 _combine_p = _primitive(COMBINE, _combine_types, reference.combine)
+_dispatch_start_p = _start_primitive(
+    DISPATCH_START, _dispatch_p, DISPATCH, reference.dispatch
+)
+_combine_start_p = _start_primitive(
+    COMBINE_START, _combine_p, COMBINE, reference.combine
+)
+_done_p = Primitive(DONE)
+_done_p.multiple_results = True
+_done_p.def_abstract_eval(_done_types)
+batching.primitive_batchers[_done_p] = _batched_done
+mlir.register_lowering(_done_p, _lower_done)
+mlir.register_lowering(_done_p, _lower_done_cuda, platform="cuda")

@@ -83,6 +83,7 @@ def combine_kernel(
     has_row_values: bool = False,
     has_bias: bool = False,
     wire_f32: bool = False,
+    out_f32: bool = False,
 ) -> Kernel:
     """Combine of leaves of `leaf_widths` elements per row."""
     return _kernel(
@@ -93,6 +94,7 @@ def combine_kernel(
         HAS_ROW_VALUES=has_row_values,
         HAS_BIAS=has_bias,
         WIRE_F32=wire_f32,
+        OUT_F32=out_f32,
         LEAF_DTYPES=[_LEAF_DTYPES[dtype] for dtype in leaf_dtypes],
         LEAF_WIDTHS=leaf_widths,
     )
@@ -105,7 +107,7 @@ def attributes(target: str, params: Mapping[str, Any], operands: Any) -> dict[st
     local CUDA devices or, where there are none, for `DEFAULT_ARCHITECTURES`.
 
     Args:
-      target: "jax_ep_layout", "jax_ep_dispatch" or "jax_ep_combine".
+      target: "jax_ep_layout", "jax_ep_dispatch", "jax_ep_combine", or the start of one.
       params: the call's attributes so far; `num_ranks`, `stamps` and
         the flags are read.
       operands: its operands (`ffi.DispatchOperands`, ...) or their types; only shape
@@ -123,7 +125,7 @@ def attributes(target: str, params: Mapping[str, Any], operands: Any) -> dict[st
       NotImplementedError: a local device is older than Hopper.
       ValueError: more than `MAX_LEAVES` leaves.
     """
-    stage = target.removeprefix(_PREFIX)
+    stage = target.removeprefix(_PREFIX).removesuffix("_start")
     if stage == "layout":
         kernel, found = _layout_call(params, operands)
     elif stage == "dispatch":
@@ -229,7 +231,7 @@ def _combine_call(params, operands) -> tuple[Kernel, dict[str, Any]]:
     num_topk = operands.slot.shape[1]
     dtypes = [jnp.dtype(y.dtype).name for y in leaves]
     widths = [y.shape[1] for y in leaves]
-    flags = ("has_weights", "has_row_values", "has_bias", "wire_f32")
+    flags = ("has_weights", "has_row_values", "has_bias", "wire_f32", "out_f32")
     kernel = combine_kernel(
         num_ranks=params["num_ranks"],
         num_topk=num_topk,

@@ -82,7 +82,7 @@ def dispatch(operands, *, call):
     return weights, tuple(leaves)
 
 
-def combine(operands, *, call, wire_f32):
+def combine(operands, *, call, wire_f32, out_f32):
     """Adds rows here, exchanges one partial per token, adds those; see `combine`."""
     slot = operands.slot
     values = operands.row_values
@@ -109,7 +109,7 @@ def combine(operands, *, call, wire_f32):
         total = started_at_zero(total)
         if bias is not None:
             total = total + bias.astype(jnp.float32)
-        sums.append(total.astype(leaf.dtype))
+        sums.append(total if out_f32 else total.astype(leaf.dtype))
     return values, tuple(sums)
 
 

@@ -207,10 +207,10 @@ def combine(
     handle,
     leaves,
     *,
-    weights=None,
-    row_values=None,
     bias=None,
-    wire_f32=False,
+    wire_f32: bool = False,
+    out_f32: bool = False,
+    **more,
 ):
     """`ffi.combine` by the hops that the handle was made for.
 
@@ -218,16 +218,16 @@ def combine(
     which starts at +0, adds the domains by ascending number and the bias last, in
     float32, and rounds once.
     """
-    told: dict[str, Any] = dict(
-        weights=weights, row_values=row_values, wire_f32=wire_f32
-    )
     if handle.hop is None:
-        return ffi.combine(call, handle, leaves, bias=bias, **told)
+        told: dict[str, Any] = dict(bias=bias, wire_f32=wire_f32, out_f32=out_f32)
+        return ffi.combine(call, handle, leaves, **told, **more)
     dtypes = [leaf.dtype for leaf in leaves]
     if wire_f32:
         # Exact, and the domain's sum comes out unrounded.
         leaves = [leaf.astype(jnp.float32) for leaf in leaves]
-    values, partials = ffi.combine(inner_call(call), _inner(handle), leaves, **told)
+    values, partials = ffi.combine(
+        inner_call(call), _inner(handle), leaves, wire_f32=wire_f32, **more
+    )
     send_slot = handle.hop.send_slot
     num_tokens, num_domains = send_slot.shape
 
@@ -249,7 +249,7 @@ def combine(
         total = reference.started_at_zero(total)
         if one_bias is not None:
             total = total + one_bias.astype(jnp.float32)
-        sums.append(total.astype(dtype))
+        sums.append(total if out_f32 else total.astype(dtype))
     if values is not None:
         of_domain = inner_call(call).axis.num_ranks
         domain = jnp.where(handle.slot < 0, num_domains, handle.slot_rank // of_domain)

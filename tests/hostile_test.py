@@ -131,6 +131,7 @@ def combine_call() -> Call:
             has_row_values=True,
             has_bias=True,
             wire_f32=False,
+            out_f32=False,
         ),
     )
 

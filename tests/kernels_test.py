@@ -74,6 +74,7 @@ COMBINE_FLAGS = [
     dict(has_weights=True, has_bias=True),
     dict(has_row_values=True),
     dict(wire_f32=True, has_weights=True, has_row_values=True),
+    dict(out_f32=True, has_row_values=True),
 ]
 
 
@@ -206,6 +207,7 @@ def test_combine_attributes():
         has_row_values=True,
         has_bias=True,
         wire_f32=False,
+        out_f32=False,
     )
     found = kernels.attributes("jax_ep_combine", params, operands)
     assert found["num_topk"] == 6

@@ -6,6 +6,7 @@
 #include "call.cuh"
 #include "launch_shape.h"
 #include "numeric.cuh"
+#include "ptx.cuh"
 #include "workspace.h"
 
 namespace jax_ep::cuda {
@@ -39,6 +40,7 @@ class CombineLeaves {
     static constexpr int64_t kWidth = Config::Width(kLeaf);
     static constexpr int kItem = Traits::kItem;
     static constexpr int kWireItem = Config::kWireF32 ? 4 : kItem;
+    static constexpr int kOutItem = Config::kOutF32 ? 4 : kItem;
     static constexpr CombineLeaf kShape = MakeCombineLeaf(kWidth, kWireItem);
     static constexpr int kSize = Traits::kVector;
     // Vectors of a piece per thread of a team.
@@ -66,6 +68,24 @@ class CombineLeaves {
     }
     __device__ static __forceinline__ int64_t ByteOffset(int64_t row, int piece) {
       return (row * kWidth + First(piece)) * kItem;
+    }
+
+    // Elements from `first` on of a token's sum, unrounded.
+    template <int kCount>
+    __device__ static __forceinline__ void StoreF32(void* out, int64_t token,
+                                                    int64_t first,
+                                                    const float (&sum)[kCount]) {
+      uint8_t* row = static_cast<uint8_t*>(out) + token * kWidth * 4;
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        const float part[4] = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
+        const uint4 bits = Numeric<kLeafF32>::Pack(part);
+        if constexpr (kBulk) {
+          ptx::StoreStreaming(reinterpret_cast<uint4*>(row + (first + i) * 4), bits);
+        } else {
+          Vector<kLeafF32>::StoreTail(row, first + i, kWidth, bits);
+        }
+      }
     }
 
     // Vector `index` of a sum on the wire: in the leaf's type, rounded once, or
@@ -131,8 +151,8 @@ template <class Config>
 __device__ void PoisonCombine(const CombineParams& params, int part, int parts) {
   CombineLeaves<Config>::ForEachLeaf([&](auto leaf_type) {
     using L = decltype(leaf_type);
-    FillBytes(params.out[L::kIndex], params.num_tokens * L::kWidth * L::kItem, kPoison,
-              part, parts);
+    FillBytes(params.out[L::kIndex], params.num_tokens * L::kWidth * L::kOutItem,
+              kPoison, part, parts);
   });
   if (Config::kHasRowValues) {
     FillBytes(params.values, params.num_tokens * Config::kTopk * 4, kPoison, part,

@@ -216,15 +216,16 @@ class CombineReceive {
     for (int v = 0; v < L::kVectors; ++v) {
       const int index = v * kTeamThreads + thread;
       if (L::kExact || index < vectors) {
-        const uint4 bits = L::Traits::Pack(acc[v]);
-        if constexpr (L::kBulk) {
+        if constexpr (Config::kOutF32) {
+          L::StoreF32(out, token, L::First(piece) + index * L::kSize, acc[v]);
+        } else if constexpr (L::kBulk) {
           ptx::StoreStreaming(
               reinterpret_cast<uint4*>(out + L::ByteOffset(token, piece)) + index,
-              bits);
+              L::Traits::Pack(acc[v]));
         } else {
           Vector<L::kDtype>::StoreTail(out + L::ByteOffset(token, 0),
                                        L::First(piece) + index * L::kSize, L::kWidth,
-                                       bits);
+                                       L::Traits::Pack(acc[v]));
         }
       }
     }

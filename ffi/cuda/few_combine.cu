@@ -11,6 +11,7 @@ struct Config {
   static constexpr bool kHasRowValues = JAX_EP_HAS_ROW_VALUES;
   static constexpr bool kHasBias = JAX_EP_HAS_BIAS;
   static constexpr bool kWireF32 = JAX_EP_WIRE_F32;
+  static constexpr bool kOutF32 = JAX_EP_OUT_F32;
   static constexpr int kDtypes[] = {JAX_EP_LEAF_DTYPES};
   static constexpr long long kWidths[] = {JAX_EP_LEAF_WIDTHS};
   static constexpr int kNumLeaves = sizeof(kDtypes) / sizeof(kDtypes[0]);

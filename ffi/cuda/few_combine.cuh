@@ -315,7 +315,12 @@ class FewCombine {
         AddVector<F, false>(sums[i],
                             LoadVector<F>(params.bias[F::L::kIndex], token, index), 0);
       }
-      StoreVector<F>(params.out[F::L::kIndex], token, index, sums[i]);
+      if constexpr (Config::kOutF32) {
+        F::L::StoreF32(params.out[F::L::kIndex], token,
+                       static_cast<int64_t>(index) * F::kSize, sums[i]);
+      } else {
+        StoreVector<F>(params.out[F::L::kIndex], token, index, sums[i]);
+      }
     }
     if (has_extra && Lane() < kTopk) params.values[token * kTopk + Lane()] = value;
   }

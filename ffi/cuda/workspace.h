@@ -278,8 +278,9 @@ static_assert(sizeof(CombineParams) <= 4096, "");
 //                                 JAX_EP_LEAF_BYTES (comma list: bytes of a row)
 //   combine.cu   jax_ep_combine   JAX_EP_RANKS, JAX_EP_TOPK, JAX_EP_HAS_WEIGHTS,
 //                                 JAX_EP_HAS_ROW_VALUES, JAX_EP_HAS_BIAS,
-//                                 JAX_EP_WIRE_F32, JAX_EP_LEAF_DTYPES (comma list
-//                                 of LeafDtype), JAX_EP_LEAF_WIDTHS (comma list)
+//                                 JAX_EP_WIRE_F32, JAX_EP_OUT_F32,
+//                                 JAX_EP_LEAF_DTYPES (comma list of LeafDtype),
+//                                 JAX_EP_LEAF_WIDTHS (comma list)
 //
 // Flags are 0 or 1. JAX_EP_STAMPS=1 makes any of them note its phases;
 // JAX_EP_TUNE_SLOTS and JAX_EP_TUNE_PIECE are for tests, which want small rings. NVRTC

@@ -1,6 +1,7 @@
 #include "ffi/host/combine.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "ffi/cuda/limits.h"
 #include "ffi/host/float.h"
@@ -39,6 +40,7 @@ struct Sum {
   int64_t width;
   bool weighted;
   bool wire_f32;
+  bool out_f32;
 };
 
 // Asks for the elements that come after those of term `i` in the tile. Rows lie
@@ -96,6 +98,10 @@ JAX_EP_INLINE void SumTile(const Sum& sum, int64_t begin, int64_t n) {
   if (sum.bias != nullptr) {
     const T* bias = reinterpret_cast<const T*>(sum.bias) + begin;
     for (int64_t j = 0; j < n; ++j) total[j] += ToFloat(bias[j]);
+  }
+  if (sum.out_f32) {
+    std::memcpy(reinterpret_cast<float*>(sum.out) + begin, total, n * sizeof(float));
+    return;
   }
   T* out = reinterpret_cast<T*>(sum.out) + begin;
   for (int64_t j = 0; j < n; ++j) out[j] = FromFloat<T>(total[j]);
@@ -158,7 +164,7 @@ SumFn SumFor(LeafDtype dtype) {
 }  // namespace
 
 Status Combine(const RoutingShape& shape, const std::vector<CombineLeaf>& leaves,
-               bool wire_f32, const std::vector<CombineBuffers>& ranks,
+               bool wire_f32, bool out_f32, const std::vector<CombineBuffers>& ranks,
                const Parallel& parallel) {
   const int64_t topk = shape.topk;
   int64_t token_bytes = sizeof(float);
@@ -209,10 +215,12 @@ Status Combine(const RoutingShape& shape, const std::vector<CombineLeaf>& leaves
       sum.terms = terms;
       sum.num_terms = num_terms;
       sum.bias = to.bias.empty() ? nullptr : to.bias[leaf] + token * row_bytes;
-      sum.out = to.out[leaf] + token * row_bytes;
+      const int64_t out_bytes = out_f32 ? leaves[leaf].width * 4 : row_bytes;
+      sum.out = to.out[leaf] + token * out_bytes;
       sum.width = leaves[leaf].width;
       sum.weighted = to.weights != nullptr;
       sum.wire_f32 = wire_f32;
+      sum.out_f32 = out_f32;
       SumFor(leaves[leaf].dtype)(sum);
     }
     return Status();

@@ -37,9 +37,10 @@ struct CombineBuffers {
 // adds the token's rows (times their weights) by ascending k. It is rounded to the type
 // that crosses the link, the leaf's or float32 if `wire_f32`. The total starts at +0,
 // adds the partials by ascending owner, bias last, and is rounded once to the leaf's
-// type.
+// type,
+// or not at all if `out_f32`: then out is float32.
 Status Combine(const RoutingShape& shape, const std::vector<CombineLeaf>& leaves,
-               bool wire_f32, const std::vector<CombineBuffers>& ranks,
+               bool wire_f32, bool out_f32, const std::vector<CombineBuffers>& ranks,
                const Parallel& parallel);
 
 }  // namespace jax_ep::host

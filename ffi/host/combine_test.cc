@@ -125,15 +125,15 @@ struct DtypeOf<F16> {
 };
 
 struct Options {
-  bool weighted, biased, valued, wire_f32;
+  bool weighted, biased, valued, wire_f32, out_f32;
 };
 
-// One element of the sum, in the order of the definition.
+// One element of the sum, in the order of the definition, before its last rounding.
 template <typename T>
-T LiteralSum(const Exchange& exchange, const std::vector<std::vector<T>>& y,
-             const std::vector<std::vector<float>>& weights, const T* bias,
-             const Options& options, int source, int64_t token, int64_t width,
-             int64_t column) {
+float LiteralSum(const Exchange& exchange, const std::vector<std::vector<T>>& y,
+                 const std::vector<std::vector<float>>& weights, const T* bias,
+                 const Options& options, int source, int64_t token, int64_t width,
+                 int64_t column) {
   const int64_t topk = exchange.shape.topk;
   float total = 0.0f;
   for (int owner = 0; owner < exchange.shape.num_ranks; ++owner) {
@@ -151,7 +151,7 @@ T LiteralSum(const Exchange& exchange, const std::vector<std::vector<T>>& y,
     total += options.wire_f32 ? partial : ToFloat(FromFloat<T>(partial));
   }
   if (bias != nullptr) total += ToFloat(*bias);
-  return FromFloat<T>(total);
+  return total;
 }
 
 template <typename T>
@@ -180,12 +180,15 @@ void AgainstLiteral() {
     LayoutShape shape = RandomShape(random);
     if (i % 20 == 0) shape.tokens = 3000;
     const Exchange exchange(shape, random);
-    const Options options{bool(i & 1), bool(i & 2), bool(i & 4), bool(i & 8)};
+    const Options options{bool(i & 1), bool(i & 2), bool(i & 4), bool(i & 8),
+                          bool(i & 16)};
     const std::vector<int64_t> widths = {1 + int64_t(random() % 70), 32};
     // By rank; y, bias and out by leaf, rank as well.
     std::vector<std::vector<float>> weights(shape.num_ranks), row_values = weights,
                                                               values = weights;
-    std::vector<std::vector<T>> y[2], bias[2], out[2];
+    std::vector<std::vector<T>> y[2], bias[2];
+    std::vector<std::vector<char>> out[2];
+    const int64_t out_item = options.out_f32 ? sizeof(float) : sizeof(T);
     for (int rank = 0; rank < shape.num_ranks; ++rank) {
       weights[rank].resize(shape.capacity);
       for (float& weight : weights[rank]) weight = uniform(random);
@@ -196,7 +199,7 @@ void AgainstLiteral() {
         for (T& value : y[leaf].back()) value = FromFloat<T>(number());
         bias[leaf].emplace_back(shape.tokens * widths[leaf]);
         for (T& value : bias[leaf].back()) value = FromFloat<T>(number());
-        out[leaf].emplace_back(shape.tokens * widths[leaf], FromFloat<T>(-7.0f));
+        out[leaf].emplace_back(shape.tokens * widths[leaf] * out_item, 0x5a);
       }
     }
     std::vector<CombineBuffers> buffers;
@@ -208,7 +211,7 @@ void AgainstLiteral() {
       b.values = options.valued ? values[rank].data() : nullptr;
       for (int leaf = 0; leaf < 2; ++leaf) {
         b.y.push_back(reinterpret_cast<const char*>(y[leaf][rank].data()));
-        b.out.push_back(reinterpret_cast<char*>(out[leaf][rank].data()));
+        b.out.push_back(out[leaf][rank].data());
         if (!options.biased) continue;
         b.bias.push_back(reinterpret_cast<const char*>(bias[leaf][rank].data()));
       }
@@ -217,20 +220,25 @@ void AgainstLiteral() {
     const Status status =
         Combine(exchange.routing_shape(),
                 {{DtypeOf<T>::kValue, widths[0]}, {DtypeOf<T>::kValue, widths[1]}},
-                options.wire_f32, buffers, parallel);
+                options.wire_f32, options.out_f32, buffers, parallel);
     CHECK_EQ(status.message(), "");
     FlushDenormals flush;
     for (int rank = 0; rank < shape.num_ranks; ++rank) {
       for (int leaf = 0; leaf < 2; ++leaf) {
         for (int64_t j = 0; j < shape.tokens * widths[leaf]; ++j) {
-          const T expected =
+          const float expected =
               LiteralSum<T>(exchange, y[leaf], weights,
                             options.biased ? &bias[leaf][rank][j] : nullptr, options,
                             rank, j / widths[leaf], widths[leaf], j % widths[leaf]);
-          const T actual = out[leaf][rank][j];
-          const bool both_nan =
-              std::isnan(ToFloat(expected)) && std::isnan(ToFloat(actual));
-          CHECK(both_nan || std::memcmp(&expected, &actual, sizeof(T)) == 0);
+          const char* actual = out[leaf][rank].data() + j * out_item;
+          const auto check = [&](auto rounded) {
+            decltype(rounded) found;
+            std::memcpy(&found, actual, sizeof(found));
+            const bool both_nan =
+                std::isnan(ToFloat(rounded)) && std::isnan(ToFloat(found));
+            CHECK(both_nan || std::memcmp(&rounded, &found, sizeof(found)) == 0);
+          };
+          options.out_f32 ? check(expected) : check(FromFloat<T>(expected));
         }
       }
       if (!options.valued) continue;
@@ -268,8 +276,8 @@ void SpoiledHandles() {
       b.out.push_back(reinterpret_cast<char*>(out.data()));
       buffers.push_back(b);
     }
-    const Status status =
-        Combine(exchange.routing_shape(), {{kLeafF32, 3}}, false, buffers, Parallel());
+    const Status status = Combine(exchange.routing_shape(), {{kLeafF32, 3}}, false,
+                                  false, buffers, Parallel());
     num_errors += !status.ok();
     CHECK(status.ok() || status.code() == Code::kInvalidArgument);
   }

@@ -105,8 +105,8 @@ struct CombineStage {
       }
       buffers.push_back(std::move(b));
     }
-    return Combine(ToRoutingShape(config, *ranks[0]), leaves, config.wire_f32, buffers,
-                   parallel);
+    return Combine(ToRoutingShape(config, *ranks[0]), leaves, config.wire_f32,
+                   config.out_f32, buffers, parallel);
   }
 };
 

@@ -72,19 +72,20 @@ class Fuzzer {
   // Returns whether the call may have another number of ranks now.
   bool Change(Attrs& attrs) {
     const std::vector<std::string> names = {
-        "abi_version",  "axis",        "num_ranks",   "groups",
-        "num_experts",  "capacity",    "num_sms",     "expert_alignment",
-        "timeout_s",    "stamps",      "has_weights", "has_row_values",
-        "has_bias",     "wire_f32",    "num_topk",    "leaf_bytes",
-        "leaf_dtypes",  "leaf_widths", "cubin_archs", "call_site",
-        "cubin_sm_90a", "more",        "num_topk",    "cubin_sm_90a_sha256"};
+        "abi_version",        "axis",         "num_ranks",   "groups",
+        "num_experts",        "capacity",     "num_sms",     "expert_alignment",
+        "timeout_s",          "stamps",       "has_weights", "has_row_values",
+        "has_bias",           "wire_f32",     "out_f32",     "num_topk",
+        "leaf_bytes",         "leaf_dtypes",  "leaf_widths", "cubin_archs",
+        "call_site",          "cubin_sm_90a", "more",        "num_topk",
+        "cubin_sm_90a_sha256"};
     const std::string name = Pick(names);
     // Of its own type more often than not.
     const bool is_array = name == "groups" || name.compare(0, 5, "leaf_") == 0;
     const bool is_string =
         name == "axis" || name == "call_site" || name.compare(0, 5, "cubin") == 0;
-    const bool is_flag =
-        name == "stamps" || name == "wire_f32" || name.compare(0, 4, "has_") == 0;
+    const bool is_flag = name == "stamps" || name == "wire_f32" || name == "out_f32" ||
+                         name.compare(0, 4, "has_") == 0;
     const int64_t kind = Below(12);
     if (kind == 0) {
       attrs.Remove(name);

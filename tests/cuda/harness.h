@@ -163,6 +163,7 @@ inline Attrs For(const std::string& target, int num_ranks,
   if (target == "jax_ep_dispatch") attrs.Ints("leaf_bytes", {2 * kWidth});
   if (target == "jax_ep_combine") {
     attrs.Bool("has_row_values", false).Bool("has_bias", true).Bool("wire_f32", false);
+    attrs.Bool("out_f32", false);
     attrs.Ints32("leaf_dtypes", {kLeafBf16}).Ints("leaf_widths", {kWidth});
   }
   return attrs;
