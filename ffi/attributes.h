@@ -167,7 +167,7 @@ inline ffi::Error ToFfi(const Status& status) {
 }
 
 // "jax_ep.dispatch": who speaks.
-inline std::string OpName(const char* op) { return Concat("jax_ep.", op); }
+inline std::string OpName(const std::string& op) { return Concat("jax_ep.", op); }
 
 }  // namespace jax_ep
 

@@ -207,13 +207,18 @@ Status ReadConfig(Attributes& attrs, Config& config) {
   return ReadCommon(attrs, config);
 }
 
-// All operands and results of a call. Where it fails, `rank` is there if it is good.
-template <typename Call>
+// All operands and results of a call, or of its start, which has one more of both:
+// `order`, for XLA alone. Where it fails, `rank` is there if it is good.
+template <typename Call, bool kIsStart = false>
 Status Decode(const Config& config, const ffi::RemainingArgs& args,
               const ffi::RemainingRets& rets, Call& call) {
   Buffers operands(args), results(rets);
   call.rank = operands.Take<int32_t>("rank", kS32, {2});
   call.Take(config, operands, results);
+  if (kIsStart) {
+    operands.Take<float>("order", kF32, {1});
+    results.Take<float>("order", kF32, {1});
+  }
   // What operands say fixes what results must be: theirs is the first error.
   if (Status status = operands.Finish(); !status.ok()) return status;
   if (Status status = results.Finish(); !status.ok()) return status;

@@ -199,10 +199,11 @@ def start(operands, order: jax.Array, **params):
 
 def done(call: Call, operands, pending, order: jax.Array):
     """Waits for a call: `pending`, as `start` of `operands` gave it."""
+    op = "dispatch" if isinstance(operands, DispatchOperands) else "combine"
     operands = jax.tree.leaves(operands)
     leaves, structure = jax.tree.flatten(pending)
     results = _done_p.bind(
-        *operands, *leaves, order, call=call, num_pending=len(leaves)
+        *operands, *leaves, order, call=call, op=op, num_pending=len(leaves)
     )
     return jax.tree.unflatten(structure, results)
 
@@ -506,15 +507,15 @@ def _next_site(ctx) -> np.int64:
     return np.int64(_sites[module])
 
 
-def _lower_done(ctx, *operands, call, num_pending):
+def _lower_done(ctx, *operands, call, op, num_pending):
     """What is under way is there: the same buffers, on CUDA behind a wait."""
-    del ctx, call
+    del ctx, call, op
     return operands[-num_pending - 1 : -1]
 
 
-def _lower_done_cuda(ctx, *operands, call, num_pending):
+def _lower_done_cuda(ctx, *operands, call, op, num_pending):
     if call.exchange.implementation == "xla":
-        return _lower_done(ctx, *operands, call=call, num_pending=num_pending)
+        return operands[-num_pending - 1 : -1]
     first = len(operands) - 1 - num_pending
     lower = jax.ffi.ffi_lowering(
         DONE, operand_output_aliases={first + i: i for i in range(num_pending)}
@@ -523,11 +524,12 @@ def _lower_done_cuda(ctx, *operands, call, num_pending):
         ctx,
         *operands,
         abi_version=np.int64(_ffi.abi_version),
+        op=op,
         num_pending=np.int64(num_pending),
     )
 
 
-def _batched_done(operands, dims, *, call, num_pending):
+def _batched_done(operands, dims, *, num_pending, **params):
     *operands, order = operands
     *dims, order_dim = dims
     if order_dim is not None:
@@ -535,12 +537,12 @@ def _batched_done(operands, dims, *, call, num_pending):
     pending, pending_dims = operands[-num_pending:], dims[-num_pending:]
     if any(dim is not None for dim in pending_dims):  # Started as a whole.
         return pending, pending_dims
-    results = _done_p.bind(*operands, order, call=call, num_pending=num_pending)
+    results = _done_p.bind(*operands, order, num_pending=num_pending, **params)
     return results, [None] * len(results)
 
 
-def _done_types(*avals, call, num_pending):
-    del call
+def _done_types(*avals, call, op, num_pending):
+    del call, op
     return list(avals[-num_pending - 1 : -1])
 
 

@@ -249,6 +249,7 @@ __device__ __forceinline__ void BeginCall(const CommonParams& common,
                                           uint64_t signature, CallKind kind,
                                           CallState* state) {
   Control* control = ControlOf(common, common.rank);
+  if (common.resident != nullptr && Lane() == 0) atomicAdd(common.resident, 1u);
 #if JAX_EP_STAMPS
   if (Lane() == 0) {
     for (int i = 0; i < kNumStamps; ++i) state->stamps[i] = 0;

@@ -53,6 +53,13 @@ Driver Open() {
     need("cuStreamCreate", driver.cuStreamCreate);
     need("cuStreamSynchronize", driver.cuStreamSynchronize);
     need("cuStreamDestroy", driver.cuStreamDestroy);
+    need("cuCtxGetStreamPriorityRange", driver.cuCtxGetStreamPriorityRange);
+    need("cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority);
+    need("cuStreamIsCapturing", driver.cuStreamIsCapturing);
+    need("cuStreamWaitEvent", driver.cuStreamWaitEvent);
+    need("cuStreamWaitValue32", driver.cuStreamWaitValue32);
+    need("cuEventCreate", driver.cuEventCreate);
+    need("cuEventRecord", driver.cuEventRecord);
     need("cuMemAlloc", driver.cuMemAlloc);
     need("cuMemGetAddressRange", driver.cuMemGetAddressRange);
     need("cuMemHostAlloc", driver.cuMemHostAlloc);

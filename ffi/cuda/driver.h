@@ -11,6 +11,7 @@
 
 // Opaque handles, named as in cuda.h so that its manual can be read beside this.
 struct CUctx_st;
+struct CUevent_st;
 struct CUfunc_st;
 struct CUkern_st;
 struct CUlib_st;
@@ -22,6 +23,7 @@ using CUresult = int;  // 0 is success
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;
 using CUcontext = CUctx_st*;
+using CUevent = CUevent_st*;
 using CUfunction = CUfunc_st*;
 using CUkernel = CUkern_st*;
 using CUlibrary = CUlib_st*;
@@ -29,6 +31,10 @@ using CUstream = CUstream_st*;
 
 // Values of cuda.h's enumerations; they are part of the driver's stable ABI.
 inline constexpr unsigned kStreamNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kEventDisableTiming = 2;   // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned kEventWaitExternal = 1;    // CU_EVENT_WAIT_EXTERNAL
+inline constexpr unsigned kStreamWaitValueGeq = 0;   // CU_STREAM_WAIT_VALUE_GEQ
+inline constexpr int kCaptureNone = 0;               // CU_STREAM_CAPTURE_STATUS_...
 inline constexpr unsigned kHostAllocPortable = 1;    // CU_MEMHOSTALLOC_PORTABLE
 inline constexpr unsigned kHostAllocDeviceMap = 2;   // CU_MEMHOSTALLOC_DEVICEMAP
 inline constexpr int kAttributeNumSms = 16;          // MULTIPROCESSOR_COUNT
@@ -60,6 +66,13 @@ struct Driver {
   CUresult (*cuStreamCreate)(CUstream*, unsigned) = nullptr;
   CUresult (*cuStreamSynchronize)(CUstream) = nullptr;
   CUresult (*cuStreamDestroy)(CUstream) = nullptr;
+  CUresult (*cuCtxGetStreamPriorityRange)(int* least, int* greatest) = nullptr;
+  CUresult (*cuStreamCreateWithPriority)(CUstream*, unsigned, int) = nullptr;
+  CUresult (*cuStreamIsCapturing)(CUstream, int*) = nullptr;
+  CUresult (*cuStreamWaitEvent)(CUstream, CUevent, unsigned) = nullptr;
+  CUresult (*cuStreamWaitValue32)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;
+  CUresult (*cuEventCreate)(CUevent*, unsigned) = nullptr;
+  CUresult (*cuEventRecord)(CUevent, CUstream) = nullptr;
   CUresult (*cuMemAlloc)(CUdeviceptr*, size_t) = nullptr;
   CUresult (*cuMemGetAddressRange)(CUdeviceptr*, size_t*, CUdeviceptr) = nullptr;
   CUresult (*cuMemHostAlloc)(void**, size_t, unsigned) = nullptr;

@@ -12,6 +12,7 @@
 #include "ffi/calls.h"
 #include "ffi/cuda/communicator.h"
 #include "ffi/cuda/driver.h"
+#include "ffi/cuda/in_flight.h"
 #include "ffi/cuda/loader.h"
 #include "ffi/cuda/stages.h"
 #include "ffi/cuda/state.h"
@@ -64,8 +65,23 @@ ffi::Error TakeError(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
 
 // --- Handlers ----------------------------------------------------------------
 
+// The start of a stage, whose kernel runs beside what XLA's stream does until done.
+template <typename Stage>
+struct Start : Stage {
+  static constexpr bool kIsStart = true;
+  static std::string Op() { return Concat(Stage::Call::kOp, "_start"); }
+  static std::string Target() { return Concat(Stage::Call::kTarget, "_start"); }
+};
+template <typename Stage>
+struct Plain : Stage {
+  static constexpr bool kIsStart = false;
+  static std::string Op() { return Stage::Call::kOp; }
+  static std::string Target() { return Stage::Call::kTarget; }
+};
+
 template <typename Stage>
 ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary dictionary) {
+  if (Stage::kIsStart) SideStream::ExpectStarts();
   auto state = std::make_unique<CudaState>();
   Attributes attrs(dictionary);
   Status status = ReadConfig<typename Stage::Call>(attrs, state->config);
@@ -75,7 +91,7 @@ ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary dictionary)
   if (status.ok()) status = Stage::Read(attrs, *state);
   if (status.ok()) status = ReadImages(attrs, *state);
   if (!status.ok()) {
-    return ffi::Unexpected(ToFfi(status.Within(OpName(Stage::Call::kOp))));
+    return ffi::Unexpected(ToFfi(status.Within(OpName(Stage::Op()))));
   }
   const Config& config = state->config;
   for (int64_t g = 0; g < config.num_groups(); ++g) {
@@ -187,9 +203,27 @@ ffi::Error Initialize(CUstream stream, int32_t ordinal, ffi::Context context,
       ObtainWorkspace(communicator, stream, static_cast<int>(state->config.num_ranks),
                       state->config.axis, state->config.timeout_s, &ready.workspace);
   if (status.ok()) status = Load<Stage>(*state, &ready);
-  if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Call::kOp)));
+  if (status.ok() && Stage::kIsStart) {
+    status = SideStream::Obtain(Driver::Get(), ready.workspace->context, &ready.side);
+  }
+  if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Op())));
   state->SetReady(ordinal, ready);
   return ffi::Error::Success();
+}
+
+const void* Address(const ffi::RemainingArgs& args, size_t i) {
+  auto buffer = args.get<ffi::AnyBuffer>(i);
+  return buffer.has_value() ? buffer->untyped_data() : nullptr;
+}
+const void* Address(const ffi::RemainingRets& rets, size_t i) {
+  auto buffer = rets.get<ffi::AnyBuffer>(i);
+  return buffer.has_value() ? (*buffer)->untyped_data() : nullptr;
+}
+template <typename Buffers>
+std::vector<const void*> Addresses(const Buffers& buffers, size_t begin, size_t end) {
+  std::vector<const void*> found;
+  for (size_t i = begin; i < end; ++i) found.push_back(Address(buffers, i));
+  return found;
 }
 
 template <typename Stage>
@@ -201,18 +235,22 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
   if (ready.workspace == nullptr) {
     status = Internal("executed before it was initialized.");
   }
-  if (status.ok()) status = Decode(state->config, args, rets, call);
+  if (status.ok())
+    status =
+        Decode<typename Stage::Call, Stage::kIsStart>(state->config, args, rets, call);
   if (status.ok()) status = Stage::Check(state->sizes, call);
   if (status.ok()) {
     status = CheckPieces(ready.dims, ready.workspace->num_ranks, call.num_tokens);
   }
-  if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Call::kOp)));
+  if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Op())));
 
   const Workspace& workspace = *ready.workspace;
   typename Stage::Params params{};
   Stage::Fill(state->config, call, params);
   CommonParams& common = params.common;
-  common.rank_operand = call.rank;
+  // XLA may give the operand's buffer to others while a start's kernel runs. The layout
+  // has compared ranks, as a plain call.
+  common.rank_operand = Stage::kIsStart ? nullptr : call.rank;
   for (int r = 0; r < workspace.num_ranks; ++r) {
     common.peers[r] = reinterpret_cast<uint8_t*>(workspace.peers[r]);
   }
@@ -223,20 +261,80 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
   common.num_ranks = workspace.num_ranks;
 
   const Driver& driver = Driver::Get();
+  ScopedContext current(driver, workspace.context);
+  CUstream launch_stream = stream;
+  Flight flight;
+  if (Stage::kIsStart) {
+    // Neither the rank nor the order stays.
+    flight = {Stage::Call::kOp, Addresses(args, 1, args.size() - 1),
+              Addresses(rets, 0, rets.size() - 1)};
+    status = ready.side->Fork(driver, stream, flight);
+    launch_stream = ready.side->stream();
+    common.resident = reinterpret_cast<uint32_t*>(ready.side->resident());
+  } else if (SideStream::ExpectsStarts()) {
+    // One exchange at a time.
+    SideStream* side = SideStream::Find(workspace.context);
+    if (side != nullptr) status = side->AwaitAll(driver, stream);
+  }
+  if (!status.ok()) return ToFfi(status.Within(OpName(Stage::Op())));
   LaunchConfig launch{};
   launch.grid[0] = ready.dims.blocks;
   launch.block[0] = ready.dims.threads;
   launch.grid[1] = launch.grid[2] = launch.block[1] = launch.block[2] = 1;
   launch.shared_bytes = ready.dims.shared_bytes;
-  launch.stream = stream;
+  launch.stream = launch_stream;
   void* kernel_args[] = {&params};
-  ScopedContext current(driver, workspace.context);
   const CUresult result =
       driver.cuLaunchKernelEx(&launch, ready.function, kernel_args, nullptr);
-  if (result == 0) return ffi::Error::Success();
-  status = driver.Failure("cuLaunchKernelEx", result);
-  return ToFfi(
-      Status(Code::kInternal, status.message()).Within(OpName(Stage::Call::kOp)));
+  if (result != 0) {
+    status = driver.Failure("cuLaunchKernelEx", result);
+    status = Status(Code::kInternal, status.message());
+  } else if (Stage::kIsStart) {
+    status = ready.side->Launched(driver, stream, launch.grid[0], std::move(flight));
+  }
+  return status.ok() ? ffi::Error::Success()
+                     : ToFfi(status.Within(OpName(Stage::Op())));
+}
+
+// Done: what the start with these operands writes is the result, from here on.
+ffi::Error ExecuteDone(CUstream stream, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, ffi::Dictionary dictionary) {
+  Attributes attrs(dictionary);
+  Status status = CheckVersion(attrs);
+  const std::string op(attrs.Get<std::string_view>("op"));
+  const int64_t num_pending = attrs.Get<int64_t>("num_pending");
+  if (status.ok()) status = attrs.status();
+  const size_t num_results = rets.size();
+  if (status.ok() &&
+      (num_pending < 1 || static_cast<size_t>(num_pending) != num_results ||
+       args.size() < num_results + 1)) {
+    status = InvalidArgument("num_pending (=", num_pending, ") must be the ",
+                             num_results, " results, and at most the ", args.size(),
+                             " operands but one.");
+  }
+  if (!status.ok()) return ToFfi(status.Within(OpName("done")));
+  const size_t num_operands = args.size() - num_results - 1;
+  const Flight flight{op, Addresses(args, 0, num_operands),
+                      Addresses(rets, 0, num_results)};
+  const Driver& driver = Driver::Get();
+  if (!driver.status.ok()) {
+    return ToFfi(driver.status.Within(OpName(Concat(op, "_done"))));
+  }
+  CUcontext context = nullptr;
+  if (CUresult result = driver.cuStreamGetCtx(stream, &context)) {
+    status = driver.Failure("cuStreamGetCtx", result);
+  } else if (flight.results !=
+             Addresses(args, num_operands, num_operands + num_results)) {
+    status = FailedPrecondition(
+        "XLA copied what is under way: a result is not where its operand is.");
+  } else if (SideStream* side = SideStream::Find(context); side == nullptr) {
+    status = FailedPrecondition("nothing was started on this device.");
+  } else {
+    ScopedContext current(driver, context);
+    status = side->Join(driver, stream, flight);
+  }
+  return status.ok() ? ffi::Error::Success()
+                     : ToFfi(status.Within(OpName(Concat(op, "_done"))));
 }
 
 // Runs a handler. What it may throw (for want of memory) must not reach XLA.
@@ -282,36 +380,58 @@ XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
   return Guarded(frame, handler);
 }
 
-// The trait is compiled in: JAX cannot hand it to the CUDA plugin.
+auto ExecuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<CUstream>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::State<CudaState>>()
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+// The trait is compiled in: JAX cannot hand it to the CUDA plugin. Starts and done are
+// without: a fork whose join is outside cannot be captured.
 template <typename Stage>
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute<Stage>,
+  if constexpr (Stage::kIsStart) {
+    XLA_FFI_DEFINE_HANDLER(handler, Execute<Stage>, ExecuteBinding());
+    return Guarded(frame, handler);
+  } else {
+    XLA_FFI_DEFINE_HANDLER(handler, Execute<Stage>, ExecuteBinding(),
+                           {ffi::Traits::kCmdBufferCompatible});
+    return Guarded(frame, handler);
+  }
+}
+
+XLA_FFI_Error* DoneHandler(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DEFINE_HANDLER(handler, ExecuteDone,
                          ffi::Ffi::Bind()
                              .Ctx<ffi::PlatformStream<CUstream>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<CudaState>>()
                              .RemainingArgs()
-                             .RemainingRets(),
-                         {ffi::Traits::kCmdBufferCompatible});
+                             .RemainingRets()
+                             .Attrs());
   return Guarded(frame, handler);
 }
 
 template <typename Stage>
 void Append(std::vector<Registration>& all) {
-  const char* target = Stage::Call::kTarget;  // which is its kernel's name too
-  all.push_back({target, "instantiate", InstantiateHandler<Stage>});
-  all.push_back({target, "prepare", PrepareHandler});
-  all.push_back({target, "initialize", InitializeHandler<Stage>});
-  all.push_back({target, "execute", ExecuteHandler<Stage>});
+  static const std::string& target = *new std::string(Stage::Target());
+  all.push_back({target.c_str(), "instantiate", InstantiateHandler<Stage>});
+  all.push_back({target.c_str(), "prepare", PrepareHandler});
+  all.push_back({target.c_str(), "initialize", InitializeHandler<Stage>});
+  all.push_back({target.c_str(), "execute", ExecuteHandler<Stage>});
 }
 
 }  // namespace
 
 std::vector<Registration> Registrations() {
   std::vector<Registration> all;
-  Append<LayoutStage>(all);
-  Append<DispatchStage>(all);
-  Append<CombineStage>(all);
+  Append<Plain<LayoutStage>>(all);
+  Append<Plain<DispatchStage>>(all);
+  Append<Plain<CombineStage>>(all);
+  Append<Start<DispatchStage>>(all);
+  Append<Start<CombineStage>>(all);
+  all.push_back({"jax_ep_done", "execute", DoneHandler});
   return all;
 }
 

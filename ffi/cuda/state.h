@@ -16,6 +16,7 @@
 #include "ffi/calls.h"
 #include "ffi/cuda/communicator.h"
 #include "ffi/cuda/driver.h"
+#include "ffi/cuda/in_flight.h"
 #include "ffi/cuda/launch_shape.h"
 #include "ffi/cuda/loader.h"
 #include "ffi/cuda/sites.h"
@@ -40,6 +41,7 @@ struct Ready {
   const Workspace* workspace = nullptr;
   CUfunction function = nullptr;
   LaunchDims dims{};
+  SideStream* side = nullptr;  // of a start
 };
 
 // One call site of one executable, shared by its devices.

@@ -210,6 +210,8 @@ struct CommonParams {
   ErrorRecord* error;
   // The custom call's `rank` operand; null skips the comparison.
   const int32_t* rank_operand;
+  // Every block of a start counts itself here when it begins; null in other calls.
+  uint32_t* resident;
   uint64_t timeout_ns;
   uint64_t site;  // a hash of kSiteBits
   int32_t rank;

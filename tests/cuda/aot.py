@@ -50,13 +50,41 @@ def forward_and_backward(ids, x, weights):
     return out, transpose(out)
 
 
+@functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(P("expert"), P("expert"), P("expert"), P()),
+    out_specs=P("expert"),
+)
+def overlapped(ids, x, weights, kernel):
+    handle = jax_ep.dispatch_layout(ids, num_experts=EXPERTS)
+    flight = jax_ep.dispatch_start(x, handle, weights)
+    flight, hidden = jax_ep.beside(jnp.dot, flight, x, kernel)
+    rows, row_weights = jax_ep.dispatch_done(flight)
+    y = rows * row_weights[:, None].astype(rows.dtype)
+    flight = jax_ep.combine_start(y, handle, has_bias=True)
+    flight, shared = jax_ep.beside(jnp.dot, flight, hidden, kernel)
+    return jax_ep.combine_done(flight, bias=shared)
+
+
+def overlapped_both(ids, x, weights):
+    def loss(x, weights, kernel):
+        return overlapped(ids, x, weights, kernel)
+
+    kernel = jnp.ones((HIDDEN, HIDDEN), x.dtype)
+    out, transpose = jax.vjp(loss, x, weights, kernel)
+    return out, transpose(out)
+
+
 def of(columns, dtype):
     shape = (NUM_RANKS * TOKENS, columns)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-program = {"forward": forward, "forward_and_backward": forward_and_backward}[
-    sys.argv[1]
-]
+program = {
+    "forward": forward,
+    "forward_and_backward": forward_and_backward,
+    "overlapped": overlapped_both,
+}[sys.argv[1]]
 arguments = of(TOPK, jnp.int32), of(HIDDEN, jnp.bfloat16), of(TOPK, jnp.float32)
 print(jax.jit(program).lower(*arguments).compile().as_text())
