@@ -16,6 +16,14 @@ struct StandinCounts {
   int launches = 0;
 };
 
+// A stream's wait: for an event that was last recorded on `of`, or for a word.
+struct StandinWait {
+  jax_ep::cuda::CUstream stream;
+  jax_ep::cuda::CUstream of;  // null for a word
+  bool external;
+  unsigned value;
+};
+
 extern "C" {
 
 // libcuda.so.1
@@ -25,6 +33,9 @@ void standin_unmap(void* pointer);
 void standin_fail(const char* call, int result);  // from now on; 0 to stop
 void standin_on_launch(StandinLaunchHook hook);
 StandinCounts standin_counts();
+// Copies at most `most` waits from `first` on and returns how many there are in all.
+int standin_waits(int first, int most, StandinWait* waits);
+void standin_capture(jax_ep::cuda::CUstream stream);  // from now on; null to stop
 
 // libnccl.so.2. A group's communicators come from a fixed pool, so that a group made
 // after another was destroyed lives at the same addresses.

@@ -21,6 +21,9 @@ struct CUctx_st {
 struct CUstream_st {
   CUcontext context;
 };
+struct CUevent_st {
+  CUstream stream = nullptr;  // where it was recorded last
+};
 struct CUlib_st {
   int unused;
 };
@@ -108,6 +111,50 @@ CUresult StreamCreate(CUstream* stream, unsigned flags) {
   if (current.empty() || flags != kStreamNonBlocking) return kInvalidValue;
   *stream = new CUstream_st{current.back()};
   return Injected("cuStreamCreate");
+}
+// What streams were asked to wait for, in order; see standin_waits.
+std::vector<StandinWait> waits;
+CUstream capturing = nullptr;
+
+void NoteWait(StandinWait wait) {
+  std::lock_guard<std::mutex> lock(mutex);
+  waits.push_back(wait);
+}
+
+CUresult CtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return 0;
+}
+CUresult StreamCreateWithPriority(CUstream* stream, unsigned flags, int priority) {
+  if (priority != -5) return kInvalidValue;
+  return StreamCreate(stream, flags);
+}
+CUresult StreamIsCapturing(CUstream stream, int* status) {
+  *status = stream == capturing ? 1 : kCaptureNone;
+  return 0;
+}
+CUresult EventCreate(CUevent* event, unsigned flags) {
+  if (flags != kEventDisableTiming) return kInvalidValue;
+  *event = new CUevent_st{};
+  return Injected("cuEventCreate");
+}
+CUresult EventRecord(CUevent event, CUstream stream) {
+  event->stream = stream;
+  return Injected("cuEventRecord");
+}
+CUresult StreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+  // An event of outside a capture is waited for by a node of the graph, or not at all.
+  const bool external = flags == kEventWaitExternal;
+  if (external != (stream == capturing)) return kInvalidValue;
+  NoteWait({stream, event->stream, external, 0});
+  return Injected("cuStreamWaitEvent");
+}
+CUresult StreamWaitValue32(CUstream stream, CUdeviceptr word, uint32_t value,
+                           unsigned flags) {
+  if (flags != kStreamWaitValueGeq || !IsMapped(word, 4)) return kInvalidValue;
+  NoteWait({stream, nullptr, false, value});
+  return Injected("cuStreamWaitValue32");
 }
 CUresult StreamSynchronize(CUstream) { return Injected("cuStreamSynchronize"); }
 CUresult StreamDestroy(CUstream stream) {
@@ -226,6 +273,13 @@ const std::pair<const char*, void*> kSymbols[] = {
     {"cuCtxGetDevice", reinterpret_cast<void*>(CtxGetDevice)},
     {"cuStreamGetCtx", reinterpret_cast<void*>(StreamGetCtx)},
     {"cuStreamCreate", reinterpret_cast<void*>(StreamCreate)},
+    {"cuCtxGetStreamPriorityRange", reinterpret_cast<void*>(CtxGetStreamPriorityRange)},
+    {"cuStreamCreateWithPriority", reinterpret_cast<void*>(StreamCreateWithPriority)},
+    {"cuStreamIsCapturing", reinterpret_cast<void*>(StreamIsCapturing)},
+    {"cuStreamWaitEvent", reinterpret_cast<void*>(StreamWaitEvent)},
+    {"cuStreamWaitValue32", reinterpret_cast<void*>(StreamWaitValue32)},
+    {"cuEventCreate", reinterpret_cast<void*>(EventCreate)},
+    {"cuEventRecord", reinterpret_cast<void*>(EventRecord)},
     {"cuStreamSynchronize", reinterpret_cast<void*>(StreamSynchronize)},
     {"cuStreamDestroy", reinterpret_cast<void*>(StreamDestroy)},
     {"cuMemAlloc", reinterpret_cast<void*>(MemAlloc)},
@@ -283,5 +337,14 @@ StandinCounts standin_counts() {
   std::lock_guard<std::mutex> lock(mutex);
   return counts;
 }
+
+int standin_waits(int first, int most, StandinWait* found) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const int all = static_cast<int>(waits.size());
+  for (int i = 0; i < most && first + i < all; ++i) found[i] = waits[first + i];
+  return all;
+}
+
+void standin_capture(CUstream stream) { capturing = stream; }
 
 }  // extern "C"
