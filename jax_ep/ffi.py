@@ -397,6 +397,16 @@ def _without_number(rule, ctx, *operands, number, **params):
 _RESULT_TYPES: dict[Primitive, Callable[..., Any]] = {}
 
 
+def _run(primitive: Primitive, *operands, **params):
+    """Outside of jit: one rank, or a shard_map that JAX runs op by op."""
+    return _jitted(primitive, tuple(params.items()))(*operands)
+
+
+@functools.cache
+def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]):
+    return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
+
+
 def _primitive(target: str, result_types, reference_stage) -> Primitive:
     primitive = Primitive(target)
     primitive.multiple_results = True
@@ -408,6 +418,7 @@ def _primitive(target: str, result_types, reference_stage) -> Primitive:
         )
 
     primitive.def_abstract_eval(abstract_results)
+    primitive.def_impl(functools.partial(_run, primitive))
     batching.primitive_batchers[primitive] = functools.partial(
         _one_after_another, primitive
     )
@@ -449,7 +460,12 @@ def _start_primitive(target: str, plain: Primitive, stage_target: str, stage):
         operands = jax.tree.unflatten(structure, avals[:-1])
         return [*jax.tree.leaves(_RESULT_TYPES[plain](operands, **params)), avals[-1]]
 
+    def run(*operands, **params):
+        *operands, order = operands
+        return [*_run(plain, *operands, **params), order]
+
     primitive.def_abstract_eval(abstract_results)
+    primitive.def_impl(run)  # The whole call: no program that would hold a done.
 
     def lower(rule, ctx, *operands, **params):
         *operands, order = operands
@@ -558,6 +574,9 @@ _combine_start_p = _start_primitive(
 _done_p = Primitive(DONE)
 _done_p.multiple_results = True
 _done_p.def_abstract_eval(_done_types)
+_done_p.def_impl(
+    lambda *operands, num_pending, **params: list(operands[-num_pending - 1 : -1])
+)
 batching.primitive_batchers[_done_p] = _batched_done
 mlir.register_lowering(_done_p, _lower_done)
 mlir.register_lowering(_done_p, _lower_done_cuda, platform="cuda")

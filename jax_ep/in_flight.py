@@ -3,8 +3,8 @@
 On CUDA a start launches its kernel on a stream of our own, and done makes XLA's stream
 wait for it. The transpose of done is a start and that of start a done, so what ran
 beside a call forward has its derivative run beside the call's derivative. On CPU
-devices, where exchanges are `jax.lax`'s, with domains, and under vmap a start is the
-whole call and done gives what it returned.
+devices, where exchanges are `jax.lax`'s, with domains, under vmap and outside of jit a
+start is the whole call and done gives what it returned.
 """
 
 import dataclasses

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
+from jax_ep import ffi
 
 RANKS, TOKENS, HIDDEN, EXPERTS, TOPK = 4, 4, 8, 8, 2
 
@@ -68,6 +69,4 @@ def per_rank(array, num_ranks: int = RANKS) -> list:
 
 def custom_calls(text: str) -> tuple[int, int, int]:
     """How many (layouts, dispatches, combines) a compiled program has."""
-    return tuple(
-        text.count(f'custom_call_target="{target}"') for target in jax_ep.CUSTOM_CALLS
-    )
+    return tuple(text.count(f'custom_call_target="{target}"') for target in ffi.TARGETS)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import nvrtc, registration
+from jax_ep import ffi, nvrtc, registration
 
 pytestmark = [
     pytest.mark.jax_version,
@@ -93,7 +93,7 @@ def mesh_of(devices, **sizes) -> Mesh:
 
 def test_the_three_calls_carry_their_kernels():
     found = calls(lowered(pipeline, mesh_of(jax.devices()[:4], expert=4)))
-    assert [target for target, _ in found] == list(jax_ep.CUSTOM_CALLS)
+    assert [target for target, _ in found] == list(ffi.TARGETS)
     for _, attributes in found:
         assert attributes["cubin_archs"] == '"sm_90a,sm_100a"'
         for arch in ("sm_90a", "sm_100a"):
@@ -202,8 +202,8 @@ needs_plugin = pytest.mark.skipif(
 )
 
 
-def compile_for_h200(folder: pathlib.Path, program: str, flags: str = "") -> tuple:
-    """Custom calls in schedule order, and thunks as (depth, kind) in order."""
+def compiled_for_h200(folder: pathlib.Path, program: str, flags: str = "") -> str:
+    """The scheduled program."""
     script = pathlib.Path(__file__).parent / "cuda" / "aot.py"
     done = subprocess.run(
         [sys.executable, script, program, folder],
@@ -213,7 +213,13 @@ def compile_for_h200(folder: pathlib.Path, program: str, flags: str = "") -> tup
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    targets = re.findall(r'custom_call_target="jax_ep_(\w+)"', done.stdout)
+    return done.stdout
+
+
+def compile_for_h200(folder: pathlib.Path, program: str, flags: str = "") -> tuple:
+    """Custom calls in schedule order, and thunks as (depth, kind) in order."""
+    text = compiled_for_h200(folder, program, flags)
+    targets = re.findall(r'custom_call_target="jax_ep_(\w+)"', text)
     (dump,) = folder.glob(f"*jit_{program}.thunk_sequence_after_thunk_passes.txt")
     thunks = re.findall(r"^( *)\d+: (k\w+)", dump.read_text(), re.M)
     return targets, [(len(indent) // 4, kind) for indent, kind in thunks]
@@ -237,3 +243,65 @@ def test_forward_and_backward_can_be_captured(tmp_path):
     assert [depth for depth, kind in thunks if kind == "kCustomCall"] == [1] * 5
     # A loop on the host would wait for the device in each of its rounds.
     assert "kWhile" not in [kind for _, kind in thunks]
+
+
+@needs_plugin
+def test_work_stays_between_start_and_done(tmp_path):
+    """In the compiled program, forward and backward, and no buffer is copied."""
+    text = compiled_for_h200(tmp_path, "overlapped")
+    entry = text[text.index("ENTRY ") :]
+    kinds = []
+    for line in entry.splitlines():
+        if call := re.search(r'custom_call_target="jax_ep_(\w+)"', line):
+            kinds.append(call[1])
+        elif re.search(r"= \S+ (dot|fusion)\(.*dot_general", line):
+            kinds.append("dot")
+        else:
+            assert not re.search(r" copy(-start)?\(", line), line
+    assert kinds[0] == "layout"
+    shown = [
+        kind for kind, before in zip(kinds[1:], kinds, strict=False) if kind != before
+    ]
+    one = ["dispatch_start", "dot", "done", "combine_start", "dot", "done"]
+    assert shown == one + one  # The transpose of a combine is a dispatch.
+
+
+def test_equal_starts_stay_apart():
+    def twice(ids, x, weights, bias):
+        handle = jax_ep.dispatch_layout(ids, num_experts=EXPERTS)
+        flights = [jax_ep.dispatch_start(x, handle, weights) for _ in range(2)]
+        rows = [jax_ep.dispatch_done(flight)[0] for flight in flights]
+        return jax_ep.combine(rows[0] + rows[1], handle, bias=bias)
+
+    found = calls(lowered(twice, mesh_of(jax.devices()[:2], expert=2)))
+    starts = [attributes for name, attributes in found if name.endswith("_start")]
+    assert [attributes["site"] for attributes in starts] == ["0 : i64", "1 : i64"]
+    assert [name for name, _ in found].count("jax_ep_done") == 2
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "names"])
+def test_every_start_that_is_recomputed_is_done(policy):
+    """One without a done would write where others are."""
+    policies = jax.checkpoint_policies
+    saved = {"names": policies.save_only_these_names("jax_ep_recv", "jax_ep_handle")}
+    saved = saved.get(policy) or getattr(policies, policy)
+
+    def layer(ids, x, weights, bias):
+        handle = jax_ep.dispatch_layout(ids, num_experts=EXPERTS)
+        flight = jax_ep.dispatch_start(x, handle, weights)
+        flight, shared = jax_ep.beside(jnp.tanh, flight, bias)
+        rows, _ = jax_ep.dispatch_done(flight)
+        flight = jax_ep.combine_start(jnp.sin(rows), handle, has_bias=True)
+        flight, shared = jax_ep.beside(jnp.sin, flight, shared)
+        return jax_ep.combine_done(flight, bias=shared)
+
+    def gradient(ids, x, weights, bias):
+        again = jax.checkpoint(lambda *floats: layer(ids, *floats), policy=saved)
+        return jax.grad(lambda x: again(x, weights, bias).astype(jnp.float32).sum())(x)
+
+    found = [
+        name
+        for name, _ in calls(lowered(gradient, mesh_of(jax.devices()[:2], expert=2)))
+    ]
+    starts = sum(name.endswith("_start") for name in found)
+    assert starts == found.count("jax_ep_done") >= 3

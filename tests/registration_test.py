@@ -27,8 +27,10 @@ def run(program: str, **env: str) -> subprocess.CompletedProcess:
 
 
 def test_custom_calls():
-    assert jax_ep.CUSTOM_CALLS == ("jax_ep_layout", "jax_ep_dispatch", "jax_ep_combine")
-    assert set(_ffi.registrations()["cpu"]) == set(jax_ep.CUSTOM_CALLS)
+    assert ffi.TARGETS == ("jax_ep_layout", "jax_ep_dispatch", "jax_ep_combine")
+    in_flight = ("jax_ep_dispatch_start", "jax_ep_combine_start", "jax_ep_done")
+    assert jax_ep.CUSTOM_CALLS == ffi.TARGETS + in_flight
+    assert set(_ffi.registrations()["cpu"]) == set(ffi.TARGETS)
 
 
 def test_state_types_differ_per_platform():

@@ -1,7 +1,6 @@
 #include "ffi/cuda/handlers.h"
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -11,7 +10,9 @@
 #include "ffi/attributes.h"
 #include "ffi/calls.h"
 #include "ffi/cuda/communicator.h"
+#include "ffi/cuda/done.h"
 #include "ffi/cuda/driver.h"
+#include "ffi/cuda/frame.h"
 #include "ffi/cuda/in_flight.h"
 #include "ffi/cuda/loader.h"
 #include "ffi/cuda/stages.h"
@@ -211,21 +212,6 @@ ffi::Error Initialize(CUstream stream, int32_t ordinal, ffi::Context context,
   return ffi::Error::Success();
 }
 
-const void* Address(const ffi::RemainingArgs& args, size_t i) {
-  auto buffer = args.get<ffi::AnyBuffer>(i);
-  return buffer.has_value() ? buffer->untyped_data() : nullptr;
-}
-const void* Address(const ffi::RemainingRets& rets, size_t i) {
-  auto buffer = rets.get<ffi::AnyBuffer>(i);
-  return buffer.has_value() ? (*buffer)->untyped_data() : nullptr;
-}
-template <typename Buffers>
-std::vector<const void*> Addresses(const Buffers& buffers, size_t begin, size_t end) {
-  std::vector<const void*> found;
-  for (size_t i = begin; i < end; ++i) found.push_back(Address(buffers, i));
-  return found;
-}
-
 template <typename Stage>
 ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
@@ -296,59 +282,6 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
                      : ToFfi(status.Within(OpName(Stage::Op())));
 }
 
-// Done: what the start with these operands writes is the result, from here on.
-ffi::Error ExecuteDone(CUstream stream, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets, ffi::Dictionary dictionary) {
-  Attributes attrs(dictionary);
-  Status status = CheckVersion(attrs);
-  const std::string op(attrs.Get<std::string_view>("op"));
-  const int64_t num_pending = attrs.Get<int64_t>("num_pending");
-  if (status.ok()) status = attrs.status();
-  const size_t num_results = rets.size();
-  if (status.ok() &&
-      (num_pending < 1 || static_cast<size_t>(num_pending) != num_results ||
-       args.size() < num_results + 1)) {
-    status = InvalidArgument("num_pending (=", num_pending, ") must be the ",
-                             num_results, " results, and at most the ", args.size(),
-                             " operands but one.");
-  }
-  if (!status.ok()) return ToFfi(status.Within(OpName("done")));
-  const size_t num_operands = args.size() - num_results - 1;
-  const Flight flight{op, Addresses(args, 0, num_operands),
-                      Addresses(rets, 0, num_results)};
-  const Driver& driver = Driver::Get();
-  if (!driver.status.ok()) {
-    return ToFfi(driver.status.Within(OpName(Concat(op, "_done"))));
-  }
-  CUcontext context = nullptr;
-  if (CUresult result = driver.cuStreamGetCtx(stream, &context)) {
-    status = driver.Failure("cuStreamGetCtx", result);
-  } else if (flight.results !=
-             Addresses(args, num_operands, num_operands + num_results)) {
-    status = FailedPrecondition(
-        "XLA copied what is under way: a result is not where its operand is.");
-  } else if (SideStream* side = SideStream::Find(context); side == nullptr) {
-    status = FailedPrecondition("nothing was started on this device.");
-  } else {
-    ScopedContext current(driver, context);
-    status = side->Join(driver, stream, flight);
-  }
-  return status.ok() ? ffi::Error::Success()
-                     : ToFfi(status.Within(OpName(Concat(op, "_done"))));
-}
-
-// Runs a handler. What it may throw (for want of memory) must not reach XLA.
-template <typename Handler>
-XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Handler handler) {
-  try {
-    return handler(frame);
-  } catch (const std::exception& e) {
-    return ffi::internal::CreateError(frame->api,
-                                      ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                                                 std::string("jax_ep: ") + e.what()));
-  }
-}
-
 // XLA asks `instantiate` for the id of its state when it registers the handler, and JAX
 // may register handlers before types. So the type is registered here, at the first call
 // of any kind; later ones change nothing.
@@ -403,16 +336,6 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   }
 }
 
-XLA_FFI_Error* DoneHandler(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, ExecuteDone,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<CUstream>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs());
-  return Guarded(frame, handler);
-}
-
 template <typename Stage>
 void Append(std::vector<Registration>& all) {
   static const std::string& target = *new std::string(Stage::Target());
@@ -431,7 +354,7 @@ std::vector<Registration> Registrations() {
   Append<Plain<CombineStage>>(all);
   Append<Start<DispatchStage>>(all);
   Append<Start<CombineStage>>(all);
-  all.push_back({"jax_ep_done", "execute", DoneHandler});
+  all.push_back({kDoneTarget, "execute", DoneHandler});
   return all;
 }
 

@@ -56,7 +56,7 @@ def forward_and_backward(ids, x, weights):
     in_specs=(P("expert"), P("expert"), P("expert"), P()),
     out_specs=P("expert"),
 )
-def overlapped(ids, x, weights, kernel):
+def layer_in_flight(ids, x, weights, kernel):
     handle = jax_ep.dispatch_layout(ids, num_experts=EXPERTS)
     flight = jax_ep.dispatch_start(x, handle, weights)
     flight, hidden = jax_ep.beside(jnp.dot, flight, x, kernel)
@@ -67,9 +67,9 @@ def overlapped(ids, x, weights, kernel):
     return jax_ep.combine_done(flight, bias=shared)
 
 
-def overlapped_both(ids, x, weights):
+def overlapped(ids, x, weights):
     def loss(x, weights, kernel):
-        return overlapped(ids, x, weights, kernel)
+        return layer_in_flight(ids, x, weights, kernel)
 
     kernel = jnp.ones((HIDDEN, HIDDEN), x.dtype)
     out, transpose = jax.vjp(loss, x, weights, kernel)
@@ -84,7 +84,7 @@ def of(columns, dtype):
 program = {
     "forward": forward,
     "forward_and_backward": forward_and_backward,
-    "overlapped": overlapped_both,
+    "overlapped": overlapped,
 }[sys.argv[1]]
 arguments = of(TOPK, jnp.int32), of(HIDDEN, jnp.bfloat16), of(TOPK, jnp.float32)
 print(jax.jit(program).lower(*arguments).compile().as_text())
