@@ -14,7 +14,9 @@ except ImportError as error:
         name="jax_ep",
     ) from None
 
+from jax_ep import ffi as _ffi_calls
 from jax_ep import record, sizing, stamps
+from jax_ep import starts as _starts
 from jax_ep.block_scaled import BlockScaled, Quantized, dequantize, quantize
 from jax_ep.capacity import receive_capacity
 from jax_ep.check import check
@@ -25,7 +27,6 @@ from jax_ep.dispatch import dispatch
 from jax_ep.dropless import Rounds, in_rounds
 from jax_ep.exchange import Exchange
 from jax_ep.experts import experts, shared_experts
-from jax_ep.ffi import TARGETS, TARGETS_IN_FLIGHT
 from jax_ep.hf_models import hf_moe_config
 from jax_ep.in_flight import (
     InFlight,
@@ -62,7 +63,7 @@ from jax_ep.sharded import sharded_moe
 _register_serialization()
 
 # For `jax.export`: what a program of ours may call.
-CUSTOM_CALLS = TARGETS + TARGETS_IN_FLIGHT
+CUSTOM_CALLS = _ffi_calls.TARGETS + _starts.TARGETS
 
 __all__ = [
     "BlockScaled",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Literal, Self
 
+from jax_ep.block_scaled import BlockScaled
 from jax_ep.exchange import Exchange, wire_format
 from jax_ep.names import fields_of
 
@@ -99,6 +100,12 @@ class MoEConfig:
       max_rounds: most rounds of it; None is as many as the worst routing needs.
       eval_capacity_factor: what `evaluation()` puts in its place; None keeps it, -1 is
         dropless.
+      num_chunks: parts that a rank's tokens are exchanged in, so that on CUDA a part's
+        exchange runs beside another's experts, and the shared experts beside both (see
+        `in_chunks`). 1 has the shared experts alone to run beside; None, the default,
+        has plain calls. A capacity is each part's own share, so that with drops others
+        are dropped; losses and statistics are of all tokens. Not with dropless_fallback
+        or a quantised wire or an output bias (mlp_bias).
       domain_size: G, ranks of an NVLink domain where the expert axis spans several,
         see `dispatch_layout`; None is one domain.
       network_capacity_factor: room between domains over what uniform routing needs.
@@ -158,6 +165,7 @@ class MoEConfig:
     dropless_fallback: bool = False
     max_rounds: int | None = None
     eval_capacity_factor: float | None = None
+    num_chunks: int | None = None
     domain_size: int | None = None
     network_capacity_factor: float | None = None
     expert_alignment: int = 1
@@ -198,9 +206,16 @@ class MoEConfig:
         ):
             if getattr(self, name) < 1:
                 self._refuse(name, "must be at least 1")
+        if self.num_chunks is not None and self.num_chunks < 1:
+            self._refuse("num_chunks", "must be at least 1")
         for name in ("wire", "grad_wire"):
             found = wire_format("MoEConfig", name, getattr(self, name))
             object.__setattr__(self, name, found)
+            if self.num_chunks is not None and isinstance(found, BlockScaled):
+                self._refuse(name, "must not quantise rows with num_chunks")
+        for name in ("dropless_fallback", "mlp_bias"):
+            if self.num_chunks is not None and getattr(self, name):
+                self._refuse(name, "must be False with num_chunks")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, f"must be one of {choices}")

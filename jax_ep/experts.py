@@ -153,6 +153,13 @@ def shared_experts(
     """
     if params.shared_down_proj is None:
         return None
+    return shared_output(shared_hidden(x, params, activation=activation), x, params)
+
+
+def shared_hidden(
+    x: jax.Array, params: MoEParams, *, activation: Activation = "silu"
+) -> jax.Array:
+    """The first half of `shared_experts`: `[T, S]`, the hidden activation."""
     dtype = x.dtype
     if params.shared_gate_up_proj is None:
         gate = x @ params.shared_gate_proj.astype(dtype)
@@ -160,7 +167,12 @@ def shared_experts(
     else:
         gate_up = x @ params.shared_gate_up_proj.astype(dtype)
         gate, up = jnp.split(gate_up, 2, axis=1)
-    hidden = gated(gate, up, activation).astype(dtype)
+    return gated(gate, up, activation).astype(dtype)
+
+
+def shared_output(hidden: jax.Array, x: jax.Array, params: MoEParams) -> jax.Array:
+    """The second half of `shared_experts`: `[T, H]`."""
+    dtype = x.dtype
     out = hidden @ params.shared_down_proj.astype(dtype)
     if params.shared_expert_gate is not None:
         out *= jax.nn.sigmoid(x @ params.shared_expert_gate.astype(dtype))

@@ -1,8 +1,7 @@
 """The three primitives of the pipeline and the custom calls they lower to.
 
-A stage is one primitive, and so is its start (see `in_flight.py`). A stage lowers to
-the custom call of its name on CPU devices and on CUDA, with the same operands, results
-and attributes, and to `reference.py` elsewhere.
+A stage is one primitive. It lowers to the custom call of its name on CPU devices and on
+CUDA, with the same operands, results and attributes, and to `reference.py` elsewhere.
 Lowering, not tracing, is where the platform is known: only there are CUDA kernels
 compiled, and only there does the device learn its rank (an operand that the traced
 program must not see, or every result would vary over every mesh axis).
@@ -12,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,11 +35,7 @@ from jax_ep.exchange import Exchange
 LAYOUT = "jax_ep_layout"
 DISPATCH = "jax_ep_dispatch"
 COMBINE = "jax_ep_combine"
-DISPATCH_START = "jax_ep_dispatch_start"  # On CUDA; elsewhere starts run as a whole.
-COMBINE_START = "jax_ep_combine_start"
-DONE = "jax_ep_done"
 TARGETS = (LAYOUT, DISPATCH, COMBINE)
-TARGETS_IN_FLIGHT = (DISPATCH_START, COMBINE_START, DONE)
 
 registration.register()
 
@@ -146,7 +140,7 @@ def dispatch_operands(handle, leaves, weights) -> DispatchOperands:
 
 def dispatch(call: Call, handle, leaves, weights):
     """`[C]` weights or None, and rows `[C, W]` per leaf `[T, W]`."""
-    return _bind(_dispatch_p, dispatch_operands(handle, leaves, weights), call=call)
+    return _bind(dispatch_p, dispatch_operands(handle, leaves, weights), call=call)
 
 
 def combine_operands(
@@ -172,46 +166,13 @@ def combine(
     With `out_f32` sums are float32 whatever their rows are: not rounded at the end.
     """
     operands = combine_operands(handle, leaves, **more)
-    return _bind(_combine_p, operands, call=call, wire_f32=wire_f32, out_f32=out_f32)
-
-
-def start(operands, order: jax.Array, **params):
-    """Starts a dispatch or combine: its results under way, and the next `order`.
-
-    Args:
-      operands: `DispatchOperands` or `CombineOperands` with T >= 1. They, and the
-        results, are nobody else's to write or read until `done`.
-      order: `[1]` float32 of no meaning; who takes the one returned comes later.
-      **params: `call`, and for a combine `wire_f32` and `out_f32`.
-    """
-    is_dispatch = isinstance(operands, DispatchOperands)
-    plain, primitive = (
-        (_dispatch_p, _dispatch_start_p)
-        if is_dispatch
-        else (_combine_p, _combine_start_p)
-    )
-    leaves, structure = jax.tree.flatten(operands)
-    avals = jax.tree.map(jax.typeof, operands)
-    types = _RESULT_TYPES[plain](avals, **params)
-    *results, order = primitive.bind(*leaves, order, structure=structure, **params)
-    return jax.tree.unflatten(jax.tree.structure(types), results), order
-
-
-def done(call: Call, operands, pending, order: jax.Array):
-    """Waits for a call: `pending`, as `start` of `operands` gave it."""
-    op = "dispatch" if isinstance(operands, DispatchOperands) else "combine"
-    operands = jax.tree.leaves(operands)
-    leaves, structure = jax.tree.flatten(pending)
-    results = _done_p.bind(
-        *operands, *leaves, order, call=call, op=op, num_pending=len(leaves)
-    )
-    return jax.tree.unflatten(structure, results)
+    return _bind(combine_p, operands, call=call, wire_f32=wire_f32, out_f32=out_f32)
 
 
 def _bind(primitive, operands, **params):
     leaves, structure = jax.tree.flatten(operands)
     avals = jax.tree.map(jax.typeof, operands)
-    types = _RESULT_TYPES[primitive](avals, **params)
+    types = RESULT_TYPES[primitive](avals, **params)
     if leaves[0].shape[0]:
         results = primitive.bind(*leaves, structure=structure, **params)
     else:
@@ -276,7 +237,8 @@ def _lower_custom_call(
     return lower(call_ctx, *rank, *operands, **attributes)
 
 
-def _lower_reference(ctx, *operands, reference_stage, structure, call, **params):
+def lower_reference(ctx, *operands, reference_stage, structure, call, **params):
+    """To `jax.lax`'s collectives; or an error, where "ffi" was asked for."""
     if call.exchange.implementation == "ffi":
         raise NotImplementedError(
             "jax_ep: implementation='ffi' needs CPU devices of one process, or CUDA, "
@@ -307,11 +269,12 @@ def _lower_reference(ctx, *operands, reference_stage, structure, call, **params)
     return mlir.lower_fun(stage, multiple_results=True)(ctx, *operands)
 
 
-def _lower_cpu(ctx, *operands, target, reference_stage, call, **params):
+def lower_cpu(ctx, *operands, target, reference_stage, call, **params):
+    """To the custom call of CPU devices, where one process has all ranks."""
     params["call"] = call
     in_one_process = jax.process_count() == 1 and call.axis.num_ranks <= MAX_RANKS
     if call.exchange.implementation == "xla" or not in_one_process:
-        return _lower_reference(
+        return lower_reference(
             ctx, *operands, reference_stage=reference_stage, **params
         )
     return _lower_custom_call(
@@ -319,10 +282,11 @@ def _lower_cpu(ctx, *operands, target, reference_stage, call, **params):
     )
 
 
-def _lower_cuda(ctx, *operands, target, reference_stage, call, **params):
+def lower_cuda(ctx, *operands, target, reference_stage, call, **params):
+    """To the custom call of CUDA, with its kernel."""
     params["call"] = call
     if call.exchange.implementation == "xla":
-        return _lower_reference(
+        return lower_reference(
             ctx, *operands, reference_stage=reference_stage, **params
         )
     if not registration.has_cuda():
@@ -394,10 +358,10 @@ def _without_number(rule, ctx, *operands, number, **params):
     return rule(ctx, *operands, **params)
 
 
-_RESULT_TYPES: dict[Primitive, Callable[..., Any]] = {}
+RESULT_TYPES: dict[Primitive, Callable[..., Any]] = {}
 
 
-def _run(primitive: Primitive, *operands, **params):
+def run(primitive: Primitive, *operands, **params):
     """Outside of jit: one rank, or a shard_map that JAX runs op by op."""
     return _jitted(primitive, tuple(params.items()))(*operands)
 
@@ -410,7 +374,7 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]):
 def _primitive(target: str, result_types, reference_stage) -> Primitive:
     primitive = Primitive(target)
     primitive.multiple_results = True
-    _RESULT_TYPES[primitive] = result_types
+    RESULT_TYPES[primitive] = result_types
 
     def abstract_results(*avals, structure, **params):
         return jax.tree.leaves(
@@ -418,20 +382,28 @@ def _primitive(target: str, result_types, reference_stage) -> Primitive:
         )
 
     primitive.def_abstract_eval(abstract_results)
-    primitive.def_impl(functools.partial(_run, primitive))
+    primitive.def_impl(functools.partial(run, primitive))
     batching.primitive_batchers[primitive] = functools.partial(
         _one_after_another, primitive
     )
-    rules = dict(cpu=_lower_cpu, cuda=_lower_cuda)
+    rules = dict(cpu=lower_cpu, cuda=lower_cuda)
     for platform, rule in rules.items():
         rule = functools.partial(rule, target=target, reference_stage=reference_stage)
         rules[platform] = rule
-    otherwise = functools.partial(_lower_reference, reference_stage=reference_stage)
+    otherwise = functools.partial(lower_reference, reference_stage=reference_stage)
 
-    # JAX lowers equal calls once, and they would have one site; and what it may not
-    # lower once it lowers for one platform only (0.12.0). So this one is what a call
-    # for several is lowered by, each by another of it.
-    numbered = Primitive(target)
+    register_rules(primitive, abstract_results, rules, otherwise)
+    return primitive
+
+
+def register_rules(primitive: Primitive, abstract_results, rules, otherwise) -> None:
+    """Lowers every call of its own, by the rule of its platform.
+
+    JAX lowers equal calls once, and they would have one site; and what it may not lower
+    once it lowers for one platform only (0.12.0). So another primitive is what a call
+    for several is lowered by, each by another number of it.
+    """
+    numbered = Primitive(primitive.name)
     numbered.multiple_results = True
     numbered.def_abstract_eval(
         lambda *avals, number, **params: abstract_results(*avals, **params)
@@ -448,135 +420,8 @@ def _primitive(target: str, result_types, reference_stage) -> Primitive:
         return mlir.lower_fun(bind, multiple_results=True)(ctx, *operands)
 
     mlir.register_lowering(primitive, lower, cacheable=False)
-    return primitive
-
-
-def _start_primitive(target: str, plain: Primitive, stage_target: str, stage):
-    """The start of a stage. Without streams of our own (not CUDA) the whole call."""
-    primitive = Primitive(target)
-    primitive.multiple_results = True
-
-    def abstract_results(*avals, structure, **params):
-        operands = jax.tree.unflatten(structure, avals[:-1])
-        return [*jax.tree.leaves(_RESULT_TYPES[plain](operands, **params)), avals[-1]]
-
-    def run(*operands, **params):
-        *operands, order = operands
-        return [*_run(plain, *operands, **params), order]
-
-    primitive.def_abstract_eval(abstract_results)
-    primitive.def_impl(run)  # The whole call: no program that would hold a done.
-
-    def lower(rule, ctx, *operands, **params):
-        *operands, order = operands
-        ctx = ctx.replace(avals_in=ctx.avals_in[:-1], avals_out=ctx.avals_out[:-1])
-        results = rule(
-            ctx, *operands, target=stage_target, reference_stage=stage, **params
-        )
-        return [*results, order]
-
-    def lower_cuda(ctx, *operands, **params):
-        if params["call"].exchange.implementation == "xla":
-            return lower(_lower_reference_of, ctx, *operands, **params)
-        return _lower_cuda(
-            ctx,
-            *operands,
-            target=target,
-            reference_stage=stage,
-            site=_next_site(ctx),
-            **params,
-        )
-
-    def batched(operands, dims, **params):
-        *operands, order = operands
-        *dims, order_dim = dims
-        if order_dim is not None:
-            order = order.take(0, order_dim)  # Of no meaning: one for all.
-        if all(dim is None for dim in dims):
-            results = primitive.bind(*operands, order, **params)
-            return results, [None] * len(results)
-        results = in_sequence(plain, operands, dims, **params)
-        return [*results, order], [*[0] * len(results), None]
-
-    batching.primitive_batchers[primitive] = batched
-    mlir.register_lowering(
-        primitive, functools.partial(lower, _lower_cpu), platform="cpu"
-    )
-    # Every call has a number of its own in its module: XLA would merge equal starts,
-    # but not their dones.
-    mlir.register_lowering(primitive, lower_cuda, platform="cuda", cacheable=False)
-    mlir.register_lowering(primitive, functools.partial(lower, _lower_reference_of))
-    return primitive
-
-
-def _lower_reference_of(ctx, *operands, target, **params):
-    del target
-    return _lower_reference(ctx, *operands, **params)
-
-
-_sites: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def _next_site(ctx) -> np.int64:
-    module = ctx.module_context.module
-    _sites[module] = _sites.get(module, -1) + 1
-    return np.int64(_sites[module])
-
-
-def _lower_done(ctx, *operands, call, op, num_pending):
-    """What is under way is there: the same buffers, on CUDA behind a wait."""
-    del ctx, call, op
-    return operands[-num_pending - 1 : -1]
-
-
-def _lower_done_cuda(ctx, *operands, call, op, num_pending):
-    if call.exchange.implementation == "xla":
-        return operands[-num_pending - 1 : -1]
-    first = len(operands) - 1 - num_pending
-    lower = jax.ffi.ffi_lowering(
-        DONE, operand_output_aliases={first + i: i for i in range(num_pending)}
-    )
-    return lower(
-        ctx,
-        *operands,
-        abi_version=np.int64(_ffi.abi_version),
-        op=op,
-        num_pending=np.int64(num_pending),
-    )
-
-
-def _batched_done(operands, dims, *, num_pending, **params):
-    *operands, order = operands
-    *dims, order_dim = dims
-    if order_dim is not None:
-        order = order.take(0, order_dim)  # Of no meaning: one for all.
-    pending, pending_dims = operands[-num_pending:], dims[-num_pending:]
-    if any(dim is not None for dim in pending_dims):  # Started as a whole.
-        return pending, pending_dims
-    results = _done_p.bind(*operands, order, num_pending=num_pending, **params)
-    return results, [None] * len(results)
-
-
-def _done_types(*avals, call, op, num_pending):
-    del call, op
-    return list(avals[-num_pending - 1 : -1])
 
 
 _layout_p = _primitive(LAYOUT, _layout_types, reference.layout)
-_dispatch_p = _primitive(DISPATCH, _dispatch_types, reference.dispatch)
-_combine_p = _primitive(COMBINE, _combine_types, reference.combine)
-_dispatch_start_p = _start_primitive(
-    DISPATCH_START, _dispatch_p, DISPATCH, reference.dispatch
-)
-_combine_start_p = _start_primitive(
-    COMBINE_START, _combine_p, COMBINE, reference.combine
-)
-_done_p = Primitive(DONE)
-_done_p.multiple_results = True
-_done_p.def_abstract_eval(_done_types)
-_done_p.def_impl(
-    lambda *operands, num_pending, **params: list(operands[-num_pending - 1 : -1])
-)
-batching.primitive_batchers[_done_p] = _batched_done
-mlir.register_lowering(_done_p, _lower_done)
-mlir.register_lowering(_done_p, _lower_done_cuda, platform="cuda")
+dispatch_p = _primitive(DISPATCH, _dispatch_types, reference.dispatch)
+combine_p = _primitive(COMBINE, _combine_types, reference.combine)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ep import ffi, two_hops
+from jax_ep import ffi, starts, two_hops
 from jax_ep.axis import vary_alike
 from jax_ep.combine import bias_leaves
 from jax_ep.dispatch import weights_of_tokens
@@ -322,7 +322,7 @@ def _start(kind: _Kind, rows: _Rows, handle: Handle, order) -> _Flight:
     if not kind.is_dispatch:
         params |= dict(wire_f32=kind.wire_f32, out_f32=kind.out_f32)
     if _runs_beside(handle):
-        found, order = ffi.start(_operands(kind, rows, handle), order, **params)
+        found, order = starts.start(_operands(kind, rows, handle), order, **params)
     elif kind.is_dispatch:
         found = two_hops.dispatch(kind.call, handle, rows.leaves, rows.values)
     else:
@@ -345,7 +345,7 @@ def _done(kind: _Kind, flight: _Flight, handle: Handle, bias):
     found = (pending.values, flight.totals if kind.out_f32 else pending.leaves)
     if _runs_beside(handle):
         operands = _operands(kind, flight.sent, handle)
-        found = ffi.done(kind.call, operands, found, flight.order)
+        found = starts.done(kind.call, operands, found, flight.order)
     values, leaves = found
     if not kind.out_f32:
         return leaves, values
@@ -374,13 +374,8 @@ def _start_fwd(kind, rows, handle, order):
 
 def _start_bwd(kind, handle, d_flight):
     d_flight = _Flight(*d_flight)
-    is_zero = [
-        isinstance(leaf, SymbolicZero)
-        for leaf in jax.tree.leaves(
-            d_flight.sent, is_leaf=lambda node: isinstance(node, SymbolicZero)
-        )
-    ]
-    if any(is_zero):  # Done was not differentiated: nothing is under way.
+    if isinstance(d_flight.sent.leaves[0], SymbolicZero):
+        # Done was not differentiated: nothing is under way.
         return None, None, None
     leaves, values = _done(kind.transposed, _swapped(d_flight), handle, None)
     return _Rows(tuple(leaves), values), None, None

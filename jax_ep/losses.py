@@ -307,7 +307,7 @@ def expert_counts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 @jax.named_scope("jax_ep.stats")
 def moe_stats(
     routing: Routing,
-    handle: Handle,
+    handle: Handle | Sequence[Handle],
     config: MoEConfig,
     *,
     axis_name: Sequence[str],
@@ -319,7 +319,7 @@ def moe_stats(
 
     Args:
       routing: of this rank's T tokens.
-      handle: their layout.
+      handle: their layout, or those of chunks of them.
       config: which losses, and their weights.
       axis_name: the mesh axes that tokens are split over, the expert axis among them.
       sequence_axes: those of them that each sequence is split over.
@@ -335,7 +335,10 @@ def moe_stats(
     Source: of each loss, its own function. `router_entropy` is the mean over tokens of
     `-sum_e p_e log p_e`, and `max_load_ratio` is `max_e load_e / mean_e load_e`.
     """
-    num_slots = handle.num_tokens * handle.num_topk
+    handles = (handle,) if isinstance(handle, Handle) else tuple(handle)
+    names = handles[0].axis_name
+    num_recv = jnp.stack([each.num_recv for each in handles])  # [chunks, R]
+    num_slots = [max(each.num_tokens * each.num_topk, 1) for each in handles]
     counted = routing.topk_idx
     if config.load_balance_counts == "best_scores":
         _, counted = lax.top_k(routing.probs, config.num_experts_per_tok)
@@ -356,12 +359,14 @@ def moe_stats(
     entropy = jax.scipy.special.entr(probs).sum(axis=1)
     # The handle's counts are the same on all R ranks: one adds them. (R times them, and
     # divided, is more than int32 holds.)
-    is_first = lax.axis_index(handle.axis_name) == 0 if handle.axis_name else True
-    dropped = handle.num_dropped if rounds is None else rounds.num_dropped
+    is_first = lax.axis_index(names) == 0 if names else True
+    dropped = sum(
+        each.num_dropped for each in (handles if rounds is None else [rounds])
+    )
     load, recv, dropped, entropy, num_tokens = _psum(
         (
             expert_counts(routing.topk_idx, config.num_experts),
-            jnp.where(is_first, handle.num_recv, 0),
+            jnp.where(is_first, num_recv.sum(0), 0),
             jnp.where(is_first, dropped, 0),
             jnp.where(is_token, entropy, 0).sum(),
             is_token.sum(dtype=jnp.int32),
@@ -369,8 +374,9 @@ def moe_stats(
         axis_name,
     )
     num_rounds = jnp.ones(1, jnp.int32) if rounds is None else rounds.num_rounds
-    most = vary_alike(tuple(axis_name), (handle.num_recv.max(), num_rounds))
+    most = vary_alike(tuple(axis_name), (num_recv.max(1), num_rounds))
     busiest, num_rounds = lax.pmax(most, tuple(axis_name)) if axis_name else most
+    factors = busiest.astype(jnp.float32) / jnp.array(num_slots, jnp.float32)
     max_load = load.max().astype(jnp.float32)
     mean_load = jnp.maximum(load.astype(jnp.float32).sum(), 1) / config.num_experts
     weighted = (
@@ -382,9 +388,7 @@ def moe_stats(
         num_dropped=dropped,
         num_rounds=num_rounds,
         max_load_ratio=(max_load / mean_load)[None],
-        required_capacity_factor=(busiest.astype(jnp.float32) / max(num_slots, 1))[
-            None
-        ],
+        required_capacity_factor=factors.max()[None],
         router_entropy=(entropy / jnp.maximum(num_tokens, 1).astype(jnp.float32))[None],
         load_balance_loss=balance[None],
         router_z_loss=z[None],

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
 
 from jax_ep.axis import expert_axis
 from jax_ep.capacity import receive_capacity
+from jax_ep.chunks import chunk_sizes, in_chunks, split
 from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
@@ -83,23 +85,35 @@ def moe(
         key=key,
     )
     slots = config.num_experts if placement is None else placement.num_slots
-    rows = receive_capacity(config, len(tokens), axis.num_ranks, num_slots=slots)
-    exchange = config.exchange(axis_name=axis.names, num_slots=slots, capacity=rows)
+
+    def exchange_of(num_tokens):
+        rows = receive_capacity(config, num_tokens, axis.num_ranks, num_slots=slots)
+        return config.exchange(axis_name=axis.names, num_slots=slots, capacity=rows)
+
+    exchange = exchange_of(len(tokens))
     has_rounds = config.dropless_fallback and config.capacity_factor is not None
     if has_rounds:
         told = (axis.num_ranks, len(tokens), config.num_experts_per_tok)
         exchange = for_rounds(exchange, *told)
     topk_idx, routed = placed(routing.topk_idx, params.routed, placement, exchange)
-    handle = dispatch_layout(topk_idx, exchange=exchange)
-    shared = shared_experts(tokens, params, activation=config.activation)
-    static = dict(config=config, matmul=matmul, tensor=tensor)
-    layer = functools.partial(_routed_experts, **static)
+    static: dict[str, Any] = dict(config=config, matmul=matmul, tensor=tensor)
     weights, rounds = routing.topk_weights, None
-    if has_rounds:
-        args, most = (routed, tokens, topk_idx, weights, handle), config.max_rounds
-        out, rounds = in_rounds(layer, *args, max_rounds=most, bias=shared)
+    if config.num_chunks is not None:
+        sizes = chunk_sizes(len(tokens), config.num_chunks)
+        handle = [
+            dispatch_layout(ids, exchange=exchange_of(len(ids)))
+            for ids in split(topk_idx, sizes)
+        ]
+        out = in_chunks(routed, params.shared, tokens, weights, handle, **static)
     else:
-        out = layer(routed, tokens, weights, handle, shared)
+        handle = dispatch_layout(topk_idx, exchange=exchange)
+        shared = shared_experts(tokens, params, activation=config.activation)
+        layer = functools.partial(_routed_experts, **static)
+        if has_rounds:
+            args, most = (routed, tokens, topk_idx, weights, handle), config.max_rounds
+            out, rounds = in_rounds(layer, *args, max_rounds=most, bias=shared)
+        else:
+            out = layer(routed, tokens, weights, handle, shared)
     stats = moe_stats(
         routing,
         handle,

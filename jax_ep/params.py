@@ -78,6 +78,17 @@ class MoEParams:
             down_bias=self.down_bias,
         )
 
+    @property
+    def shared(self) -> "MoEParams":
+        """Those of the shared experts alone."""
+        return MoEParams(
+            shared_gate_up_proj=self.shared_gate_up_proj,
+            shared_gate_proj=self.shared_gate_proj,
+            shared_up_proj=self.shared_up_proj,
+            shared_down_proj=self.shared_down_proj,
+            shared_expert_gate=self.shared_expert_gate,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:

@@ -77,7 +77,9 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_bits_of_the_plain_calls(backend, dtype, check_vma):
     mesh = backend.mesh(expert=RANKS)
-    told = dict(implementation=backend.implementation, capacity=14)  # Some rows are dropped.
+    told = dict(
+        implementation=backend.implementation, capacity=14
+    )  # Some rows are dropped.
     found, expected = (
         with_gradients(functools.partial(f, **told), mesh, check_vma=check_vma)(
             *arguments(dtype)
