@@ -80,6 +80,7 @@ def in_chunks(
     work = functools.partial(_experts, config=config, matmul=matmul, tensor=tensor)
     first_half = functools.partial(shared_hidden, activation=config.activation)
     dispatched = dispatch_start(*chunks[0])
+    hidden: Any = None
     if has_shared:
         dispatched, hidden = beside(first_half, dispatched, x, shared)
     combined = []

@@ -145,8 +145,8 @@ def dispatch_done(flight: InFlight) -> tuple[Any, jax.Array | None]:
     Derivative: see `dispatch_start`.
     """
     _check_flight("dispatch_done", flight, is_dispatch=True)
-    rows = _Rows(*_done(flight.kind, flight.flight, flight.handle, None))
-    return checkpoint_name((_restored(flight, rows.leaves), rows.values), "jax_ep_recv")
+    leaves, values = tuple(_done(flight.kind, flight.flight, flight.handle, None))
+    return checkpoint_name((_restored(flight, leaves), values), "jax_ep_recv")
 
 
 @jax.named_scope("jax_ep.combine")
@@ -221,7 +221,7 @@ def combine_done(flight: InFlight, *, bias: Any = None) -> Any:
     if bias is not None:
         leaves = bias_leaves(op, bias, flight.tree, sent.leaves, handle.num_tokens)
         leaves, _ = vary_alike(handle.axis_name, (leaves, sent))
-    sums, _ = _done(flight.kind, flight.flight, flight.handle, leaves)
+    sums, _ = tuple(_done(flight.kind, flight.flight, flight.handle, leaves))
     return checkpoint_name(_restored(flight, sums), "jax_ep_out")
 
 
@@ -296,7 +296,7 @@ def _started(kind: _Kind, tree: Any, rows: _Rows, handle: Handle) -> InFlight:
     flight = _start(kind, rows, handle, order)
     leaves, structure = jax.tree.flatten(tree)
     tails = tuple(tuple(leaf.shape[1:]) for leaf in leaves)
-    return InFlight(_Flight(*flight), handle, kind, structure, tails)
+    return InFlight(_Flight(*tuple(flight)), handle, kind, structure, tails)
 
 
 def _restored(flight: InFlight, leaves) -> Any:
@@ -342,7 +342,7 @@ def _start(kind: _Kind, rows: _Rows, handle: Handle, order) -> _Flight:
 def _done(kind: _Kind, flight: _Flight, handle: Handle, bias):
     """Leaves and values, as the plain call gives them."""
     pending = flight.pending
-    found = (pending.values, flight.totals if kind.out_f32 else pending.leaves)
+    found: Any = (pending.values, flight.totals if kind.out_f32 else pending.leaves)
     if _runs_beside(handle):
         operands = _operands(kind, flight.sent, handle)
         found = starts.done(kind.call, operands, found, flight.order)
@@ -377,7 +377,8 @@ def _start_bwd(kind, handle, d_flight):
     if isinstance(d_flight.sent.leaves[0], SymbolicZero):
         # Done was not differentiated: nothing is under way.
         return None, None, None
-    leaves, values = _done(kind.transposed, _swapped(d_flight), handle, None)
+    done = _done(kind.transposed, _swapped(d_flight), handle, None)
+    leaves, values = tuple(done)
     return _Rows(tuple(leaves), values), None, None
 
 
@@ -391,7 +392,7 @@ def _done_bwd(kind, handle, cotangents):
     d_leaves = tuple(d_leaves)
     order = vary_alike(handle.axis_name, (d_leaves, jnp.zeros(1, jnp.float32)))[1]
     started = _start(kind.transposed, _Rows(d_leaves, d_values), handle, order)
-    return _swapped(_Flight(*started)), None, d_leaves if kind.out_f32 else None
+    return _swapped(_Flight(*tuple(started))), None, d_leaves if kind.out_f32 else None
 
 
 _start.defvjp(_start_fwd, _start_bwd, symbolic_zeros=True)
