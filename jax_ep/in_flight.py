@@ -10,7 +10,7 @@ start is the whole call and done gives what it returned.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,7 @@ def dispatch_done(flight: InFlight) -> tuple[Any, jax.Array | None]:
     Derivative: see `dispatch_start`.
     """
     _check_flight("dispatch_done", flight, is_dispatch=True)
-    leaves, values = tuple(_done(flight.kind, flight.flight, flight.handle, None))
+    leaves, values = cast(tuple, _done(flight.kind, flight.flight, flight.handle, None))
     return checkpoint_name((_restored(flight, leaves), values), "jax_ep_recv")
 
 
@@ -221,7 +221,7 @@ def combine_done(flight: InFlight, *, bias: Any = None) -> Any:
     if bias is not None:
         leaves = bias_leaves(op, bias, flight.tree, sent.leaves, handle.num_tokens)
         leaves, _ = vary_alike(handle.axis_name, (leaves, sent))
-    sums, _ = tuple(_done(flight.kind, flight.flight, flight.handle, leaves))
+    sums, _ = cast(tuple, _done(flight.kind, flight.flight, flight.handle, leaves))
     return checkpoint_name(_restored(flight, sums), "jax_ep_out")
 
 
@@ -293,10 +293,10 @@ def _started(kind: _Kind, tree: Any, rows: _Rows, handle: Handle) -> InFlight:
     names = handle.axis_name
     order = jnp.zeros(1, jnp.float32)
     rows, handle, order = vary_alike(names, (rows, handle, order))
-    flight = _start(kind, rows, handle, order)
+    flight = cast(_Flight, _start(kind, rows, handle, order))
     leaves, structure = jax.tree.flatten(tree)
     tails = tuple(tuple(leaf.shape[1:]) for leaf in leaves)
-    return InFlight(_Flight(*tuple(flight)), handle, kind, structure, tails)
+    return InFlight(flight, handle, kind, structure, tails)
 
 
 def _restored(flight: InFlight, leaves) -> Any:
@@ -317,7 +317,7 @@ def _operands(kind: _Kind, rows: _Rows, handle: Handle):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _start(kind: _Kind, rows: _Rows, handle: Handle, order) -> _Flight:
+def _start(kind: _Kind, rows: _Rows, handle: Handle, order):
     params: dict[str, Any] = dict(call=kind.call)
     if not kind.is_dispatch:
         params |= dict(wire_f32=kind.wire_f32, out_f32=kind.out_f32)
@@ -373,12 +373,11 @@ def _start_fwd(kind, rows, handle, order):
 
 
 def _start_bwd(kind, handle, d_flight):
-    d_flight = _Flight(*d_flight)
     if isinstance(d_flight.sent.leaves[0], SymbolicZero):
         # Done was not differentiated: nothing is under way.
         return None, None, None
     done = _done(kind.transposed, _swapped(d_flight), handle, None)
-    leaves, values = tuple(done)
+    leaves, values = cast(tuple, done)
     return _Rows(tuple(leaves), values), None, None
 
 
@@ -392,7 +391,7 @@ def _done_bwd(kind, handle, cotangents):
     d_leaves = tuple(d_leaves)
     order = vary_alike(handle.axis_name, (d_leaves, jnp.zeros(1, jnp.float32)))[1]
     started = _start(kind.transposed, _Rows(d_leaves, d_values), handle, order)
-    return _swapped(_Flight(*tuple(started))), None, d_leaves if kind.out_f32 else None
+    return _swapped(cast(_Flight, started)), None, d_leaves if kind.out_f32 else None
 
 
 _start.defvjp(_start_fwd, _start_bwd, symbolic_zeros=True)

@@ -148,11 +148,10 @@ def measure(args, intermediate, mesh):
             )
         )
         shown = "default" if num_sms is None else num_sms
-        print(
-            f"| {intermediate} | {shown} | {alone:.3f} | {exchange:.3f} | {plain:.3f} | "
-            f"{together:.3f} | {together / bound:.2f} | {same} |",
-            flush=True,
-        )
+        times = (alone, exchange, plain, together)
+        cells = [intermediate, shown, *(f"{time:.3f}" for time in times)]
+        cells += [f"{together / bound:.2f}", same]
+        print("|", " | ".join(map(str, cells)), "|", flush=True)
     return rows
 
 
