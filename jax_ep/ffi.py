@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

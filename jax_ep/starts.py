@@ -102,7 +102,7 @@ def _start_primitive(target: str, plain: Primitive, stage_target: str, stage):
         return [*results, order], [*[0] * len(results), None]
 
     batching.primitive_batchers[primitive] = batched
-    # Each has a call site of its own: XLA would merge equal starts, but not their dones.
+    # Each call has a site of its own, or XLA would merge equal starts, but not dones.
     rules = dict(cpu=functools.partial(lower, ffi.lower_cpu), cuda=lower_cuda)
     otherwise = functools.partial(lower, _lower_reference_of)
     ffi.register_rules(primitive, abstract_results, rules, otherwise)

@@ -275,7 +275,7 @@ def test_equal_starts_stay_apart():
 
     found = calls(lowered(twice, mesh_of(jax.devices()[:2], expert=2)))
     starts = [attributes for name, attributes in found if name.endswith("_start")]
-    assert [attributes["site"] for attributes in starts] == ["0 : i64", "1 : i64"]
+    assert len({attributes["call_site"] for attributes in starts}) == 2
     assert [name for name, _ in found].count("jax_ep_done") == 2
 
 

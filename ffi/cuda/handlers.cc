@@ -221,9 +221,10 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CudaState* state,
   if (ready.workspace == nullptr) {
     status = Internal("executed before it was initialized.");
   }
-  if (status.ok())
+  if (status.ok()) {
     status =
         Decode<typename Stage::Call, Stage::kIsStart>(state->config, args, rets, call);
+  }
   if (status.ok()) status = Stage::Check(state->sizes, call);
   if (status.ok()) {
     status = CheckPieces(ready.dims, ready.workspace->num_ranks, call.num_tokens);
