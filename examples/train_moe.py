@@ -133,6 +133,7 @@ def command_line() -> command.Parser:
   train_moe.py --experts 32 --topk 4     more and smaller choices
   train_moe.py --data 1 --expert 8       experts spread over all eight devices
   train_moe.py --tensor 2 --shared-experts 1         each expert over two devices
+  train_moe.py --chunks 2 --shared-experts 1         exchanges beside products, on GPUs
   train_moe.py --wire float8             half the bytes between devices
   train_moe.py --data 1 --expert 8 --domain-size 4   as two NVLink domains of four
   train_moe.py --resume --steps 1000     longer, from the last checkpoint
@@ -163,6 +164,13 @@ def command_line() -> command.Parser:
         metavar="X",
         help="balances experts by a bias on their choice, moved by X after each step, "
         f"in place of a loss (1e-3 in DeepSeek-V3) [{default.selection_bias_rate:g}]",
+    )
+    model.add_argument(
+        "--chunks",
+        type=command.whole(1, 64),
+        metavar="N",
+        help="exchange a device's tokens in N parts, each beside another's experts, "
+        "and shared experts beside both [one exchange after the other]",
     )
     devices = parser.add_argument_group(
         "devices",
@@ -258,6 +266,11 @@ def device_mesh(settings: Settings) -> Mesh:
         raise ValueError(
             f"--data {data} times --expert {expert}{times} must be at most the "
             f"{len(devices)} {devices[0].platform} devices here"
+        )
+    if settings.chunks and settings.wire:
+        raise ValueError(
+            f"--chunks (={settings.chunks}) exchanges rows as they are: not with "
+            f"--wire {settings.wire}"
         )
     if settings.domain_size and expert % settings.domain_size:
         raise ValueError(

@@ -46,6 +46,7 @@ class Settings:
     experts: int = 8
     topk: int = 2
     shared_experts: int = 0
+    chunks: int | None = None
     capacity_factor: float | None = 1.5
     wire: str | None = None
     selection_bias_rate: float = 0.0
@@ -67,6 +68,7 @@ def make_model(settings: Settings, *, keep_topk_idx: bool = False) -> lm.Languag
         hidden_size=settings.hidden,
         moe_intermediate_size=2 * settings.hidden,
         num_shared_experts=settings.shared_experts,
+        num_chunks=settings.chunks,
         capacity_factor=settings.capacity_factor,
         # Experts are balanced by the bias, where there is one, or by the loss.
         selection_bias=has_bias,

@@ -121,6 +121,10 @@ def layers(recording):
             "--capacity-factor 0.1",
             "--capacity-factor must be at least 1 / --topk (=0.5), and is 0.1",
         ),
+        (
+            "--chunks 2 --wire mxfp8",
+            "--chunks (=2) exchanges rows as they are: not with --wire mxfp8",
+        ),
         ("--resume --out OUT", "--resume: there is no run in OUT"),
         (
             "--out OUT --record OUT/no/run",
@@ -143,18 +147,20 @@ def test_bad_arguments_give_one_line(arguments, message, tmp_path, monkeypatch, 
     assert not list(tmp_path.rglob("settings.json"))
 
 
-def test_tensor_axis_does_not_change_the_losses(monkeypatch):
-    """Each expert over two devices, beside one that sees every token."""
+def test_tensor_axis_and_chunks_do_not_change_the_losses(monkeypatch):
+    """Each expert over two devices, beside one that sees every token; in chunks."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     import train_moe
     import training
 
-    def losses(tensor):
+    def losses(tensor, chunks=None):
         settings = training.Settings(
             layers=1,
             hidden=32,
             experts=4,
             shared_experts=1,
+            chunks=chunks,
+            capacity_factor=None,
             data=1,
             expert=2,
             tensor=tensor,
@@ -172,6 +178,8 @@ def test_tensor_axis_does_not_change_the_losses(monkeypatch):
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         (whole, one), (split, two) = losses(1), losses(2)
+        parts, _ = losses(1, chunks=2)
     assert (one, two) == (1, 2)
     assert whole[0] != whole[1]
     np.testing.assert_allclose(split, whole, rtol=1e-5)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
