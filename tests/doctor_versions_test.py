@@ -116,7 +116,7 @@ def test_versions_that_go_together(python, packages, has_gpus):
             "CUDA plugin",
             (
                 "expected that of jaxlib 0.11.2, got jax-cuda12-plugin 0.12.0",
-                "pip install -U '.[cuda12]'",
+                pip_install("cuda12", "-U"),
             ),
         ),
         (
@@ -136,7 +136,7 @@ def test_versions_that_go_together(python, packages, has_gpus):
             "cuda-python",
             (
                 "expected 12, as the CUDA plugin's CUDA, got 13.4.4",
-                "pip install -U '.[cuda12]'",
+                pip_install("cuda12", "-U"),
             ),
         ),
     ],

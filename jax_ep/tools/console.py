@@ -30,11 +30,12 @@ def show_table(table: rich.table.Table, *, least: int | None = None) -> None:
 
     Args:
       table: columns of text.
-      least: the width that it can be read at; None is that of its widest cells.
+      least: the width that it can be read at; None is that of its widest cells, the
+        first column's wrapped between words.
     """
-    if least is None:
-        options = console.options.update(width=_ANY_WIDTH)
-        least = rich.measure.Measurement.get(console, options, table).maximum
+    if least is None and (least := _least_width(table)) > console.width:
+        table.show_edge = table.pad_edge = False
+        least = _least_width(table)
     if least <= console.width:
         console.print(table)
         return
@@ -52,3 +53,15 @@ def show_table(table: rich.table.Table, *, least: int | None = None) -> None:
     if table.caption:
         console.print(table.caption, highlight=False)
     console.print()
+
+
+def _least_width(table: rich.table.Table) -> int:
+    options = console.options.update(width=_ANY_WIDTH)
+    widest = rich.measure.Measurement.get(console, options, table).maximum
+    first = table.columns[0]
+    if first.no_wrap:
+        return widest
+    texts = [str(cell) for cell in (first.header, *first.cells)]
+    lines = [line for text in texts for line in text.splitlines()]
+    words = [word for line in lines for word in line.split()]
+    return widest - max(map(len, lines), default=0) + max(map(len, words), default=0)

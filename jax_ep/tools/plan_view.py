@@ -68,7 +68,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
     table.add_column(columns[0])
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -227,7 +227,7 @@ def _growth(plan: Plan) -> Table:
         "direct\nNIC MB",
         "least\nms",
         "bound\nby",
-        "two hops\nNIC MB",
+        "2 hops\nNIC MB",
         "least\nms",
         "bound\nby",
     )
