@@ -12,6 +12,7 @@ from conftest import CPU_FFI, CPU_XLA, Backend
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import ffi
 from jax_ep.dropless import in_rounds
 
 
@@ -217,8 +218,7 @@ def test_what_each_round_exchanges():
     run = make(Case(), CPU_FFI, 6)
     text = run.lower(*Case().arrays().values()).compile().as_text()
     calls = {
-        target: text.count(f'custom_call_target="{target}"')
-        for target in jax_ep.CUSTOM_CALLS
+        target: text.count(f'custom_call_target="{target}"') for target in ffi.TARGETS
     }
     assert calls == {
         # The handle's own, and one in each of the two loops.

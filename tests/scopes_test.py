@@ -8,6 +8,7 @@ import pytest
 from conftest import CPU_FFI, CPU_XLA
 
 import jax_ep
+from jax_ep import ffi
 
 CONFIG = dict(
     num_experts=8,
@@ -121,5 +122,5 @@ def test_profiles_show_calls_by_their_targets(tmp_path):
         for event in line.events
     ]
     # Two layers on four devices; each exchange has a forward and a backward.
-    counts = {name: names.count(name) for name in jax_ep.CUSTOM_CALLS}
+    counts = {name: names.count(name) for name in ffi.TARGETS}
     assert counts == {"jax_ep_layout": 8, "jax_ep_dispatch": 16, "jax_ep_combine": 16}
