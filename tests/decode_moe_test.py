@@ -26,6 +26,7 @@ def programs(monkeypatch):
 
 
 # One rank of four has a token, or three have.
+@pytest.mark.slow
 def test_greedy_text_is_that_of_the_model_without_a_cache(programs, monkeypatch):
     decode_moe, lm, training, train_moe = programs
     monkeypatch.setattr(lm, "WINDOW", WINDOW)

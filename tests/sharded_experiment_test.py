@@ -27,6 +27,7 @@ def losses(folder: Path, step: int) -> list[float]:
     return json.loads((folder / str(step) / "history" / "metadata").read_text())["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_ep_degree_does_not_change_the_loss(tmp_path):
     out = tmp_path / "out"
@@ -74,6 +75,7 @@ def test_what_no_run_can_be(flags, message, tmp_path, monkeypatch, capsys):
     assert message.replace("OUT", str(out)) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_resumes_and_further_rounds(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

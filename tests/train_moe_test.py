@@ -48,6 +48,7 @@ def last_checkpoint(out: Path):
     return step, arrays, saved["history"]
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     recorded = tmp_path / "whole.routing"
     whole = start(tmp_path / "whole", "--record", recorded, "--record-every", "50")
