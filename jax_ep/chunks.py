@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.config import MoEConfig
-from jax_ep.experts import (
-    Matmul,
-    experts,
-    shared_hidden,
-    shared_output,
-    weights_of_rows,
-)
+from jax_ep.experts import Matmul, layer_experts, shared_hidden, shared_output
 from jax_ep.in_flight import (
     beside,
     combine_done,
@@ -77,7 +71,7 @@ def in_chunks(
         zip(split(tensor.mine(x), sizes), handles, split(weights, sizes), strict=True)
     )
     has_shared = shared.shared_down_proj is not None
-    work = functools.partial(_experts, config=config, matmul=matmul, tensor=tensor)
+    static: dict[str, Any] = dict(config=config, matmul=matmul, tensor=tensor)
     first_half = functools.partial(shared_hidden, activation=config.activation)
     dispatched = dispatch_start(*chunks[0])
     hidden: Any = None
@@ -89,15 +83,15 @@ def in_chunks(
         under_way = combined[-1:]
         if i + 1 < len(handles):
             under_way = [*under_way, dispatch_start(*chunks[i + 1])]
-        of_chunk = functools.partial(work, handle)
+        of_chunk = functools.partial(layer_experts, handle, **static)
         if under_way:
             # The parameters too, or XLA would join the products of two chunks.
             flights = tuple(under_way)
-            flights, y = beside(of_chunk, flights, rows, row_weights, routed)
+            flights, (y, _) = beside(of_chunk, flights, rows, row_weights, routed)
             combined[-1:] = flights[: len(combined[-1:])]
             dispatched = flights[-1]
         else:
-            y = of_chunk(rows, row_weights, routed)
+            y, _ = of_chunk(rows, row_weights, routed)
         combined.append(combine_start(y, handle, has_bias=has_shared))
     biases: list[Any] = [None] * len(handles)
     if has_shared:
@@ -108,16 +102,3 @@ def in_chunks(
         for flight, bias in zip(combined, biases, strict=True)
     ]
     return tensor.whole(jnp.concatenate(outs))
-
-
-def _experts(handle, rows, row_weights, params, *, config, matmul, tensor):
-    rows, early, _ = weights_of_rows(config, tensor.gathered(rows), row_weights)
-    y = experts(
-        rows,
-        handle,
-        params,
-        activation=config.activation,
-        recv_weights=early,
-        matmul=matmul,
-    )
-    return tensor.summed(y)

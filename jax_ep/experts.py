@@ -12,6 +12,7 @@ from jax_ep.config import ACTIVATIONS, Activation, MoEConfig
 from jax_ep.grouped_matmul import grouped_matmul
 from jax_ep.layout import Handle, row_is_kept
 from jax_ep.params import MoEParams
+from jax_ep.tensor import TensorAxis
 
 # GPT-OSS: slope of the gate's sigmoid, and the bound on gate and up.
 _CLIPPED_ALPHA = 1.702
@@ -125,6 +126,42 @@ def weights_of_rows(config: MoEConfig, recv_x: jax.Array, recv_weights: Any):
     if config.mlp_bias:
         return recv_x, None, recv_weights
     return recv_x, recv_weights, None
+
+
+def layer_experts(
+    handle: Handle,
+    recv_x: jax.Array,
+    recv_weights: Any,
+    params: MoEParams,
+    *,
+    config: MoEConfig,
+    matmul: Matmul | None,
+    tensor: TensorAxis,
+) -> tuple[jax.Array, Any]:
+    """What a layer does between dispatch and combine.
+
+    Args:
+      handle: the handle that `dispatch` used.
+      recv_x: this rank's columns of the rows of `dispatch`.
+      recv_weights: `[C]` float32 from `dispatch`.
+      params: the routed experts' parameters.
+      config: the layer.
+      matmul: see `experts`.
+      tensor: the tensor axis.
+
+    Returns:
+      What to combine, and the `weights` of `combine`, see `weights_of_rows`.
+    """
+    rows, early, late = weights_of_rows(config, tensor.gathered(recv_x), recv_weights)
+    y = experts(
+        rows,
+        handle,
+        params,
+        activation=config.activation,
+        recv_weights=early,
+        matmul=matmul,
+    )
+    return tensor.summed(y), late
 
 
 @jax.named_scope("jax_ep.shared_experts")

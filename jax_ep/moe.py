@@ -16,7 +16,7 @@ from jax_ep.combine import combine
 from jax_ep.config import MoEConfig
 from jax_ep.dispatch import dispatch
 from jax_ep.dropless import in_rounds
-from jax_ep.experts import Matmul, experts, shared_experts, weights_of_rows
+from jax_ep.experts import Matmul, layer_experts, shared_experts
 from jax_ep.layout import dispatch_layout
 from jax_ep.losses import MoEStats, moe_stats
 from jax_ep.params import MoEParams, check_params
@@ -132,14 +132,6 @@ def moe(
 def _routed_experts(params, x, weights, handle, bias, *, config, matmul, tensor):
     """Dispatch, experts, combine: what `in_rounds` may repeat."""
     recv_x, recv_weights = dispatch(tensor.mine(x), handle, weights)
-    rows, early, late = weights_of_rows(config, tensor.gathered(recv_x), recv_weights)
-    y = experts(
-        rows,
-        handle,
-        params,
-        activation=config.activation,
-        recv_weights=early,
-        matmul=matmul,
-    )
-    y = tensor.summed(y)
+    static: dict[str, Any] = dict(config=config, matmul=matmul, tensor=tensor)
+    y, late = layer_experts(handle, recv_x, recv_weights, params, **static)
     return tensor.whole(combine(y, handle, weights=late, bias=tensor.mine(bias)))

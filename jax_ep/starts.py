@@ -114,15 +114,20 @@ def _lower_reference_of(ctx, *operands, target, **params):
     return ffi.lower_reference(ctx, *operands, **params)
 
 
+def _pending(operands, num_pending):
+    """Of done's operands, what is under way: between those of the stage and `order`."""
+    return list(operands[-num_pending - 1 : -1])
+
+
 def _lower_done(ctx, *operands, call, op, num_pending):
     """What is under way is there: the same buffers, on CUDA behind a wait."""
     del ctx, call, op
-    return operands[-num_pending - 1 : -1]
+    return _pending(operands, num_pending)
 
 
 def _lower_done_cuda(ctx, *operands, call, op, num_pending):
     if call.exchange.implementation == "xla":
-        return operands[-num_pending - 1 : -1]
+        return _pending(operands, num_pending)
     first = len(operands) - 1 - num_pending
     lower = jax.ffi.ffi_lowering(
         DONE, operand_output_aliases={first + i: i for i in range(num_pending)}
@@ -150,7 +155,7 @@ def _batched_done(operands, dims, *, num_pending, **params):
 
 def _done_types(*avals, call, op, num_pending):
     del call, op
-    return list(avals[-num_pending - 1 : -1])
+    return _pending(avals, num_pending)
 
 
 _dispatch_start_p = _start_primitive(
@@ -163,7 +168,7 @@ _done_p = Primitive(DONE)
 _done_p.multiple_results = True
 _done_p.def_abstract_eval(_done_types)
 _done_p.def_impl(
-    lambda *operands, num_pending, **params: list(operands[-num_pending - 1 : -1])
+    lambda *operands, num_pending, **params: _pending(operands, num_pending)
 )
 batching.primitive_batchers[_done_p] = _batched_done
 mlir.register_lowering(_done_p, _lower_done)
